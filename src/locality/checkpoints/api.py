@@ -17,7 +17,7 @@ from timm.models._features import FeatureGetterNet
 from torch import Tensor
 
 from locality.checkpoints.adaptation import load_weights
-from locality.checkpoints.registry import detect_kind, source
+from locality.checkpoints.registry import WEIGHT_FILES, detect_kind, source
 from locality.checkpoints.resolve import graph_not_model, read, read_graph
 from locality.checkpoints.trial import INPUT, OUTPUT
 from locality.data.config import Preprocessing
@@ -180,7 +180,8 @@ def open_model(
     if kind == "graph":
         return _open_graph(Path(what))
     checkpoint = read(what, variant, entry, settings)
-    name = Path(what).name if kind == "run" else checkpoint.name
+    path = Path(what).absolute()
+    named = path.parent if path.name in WEIGHT_FILES else path
     if checkpoint.preprocessing is None:
         _log.warning(
             f"{what} does not say how images are prepared: ImageNet's mean and deviation, bicubic "
@@ -189,7 +190,7 @@ def open_model(
     with prefix_errors(what):
         return Classifier.of(
             checkpoint.build(),
-            name if name and Path(what).exists() else str(what),
+            named.name if path.exists() else str(what),
             checkpoint.preprocessing,
             checkpoint.classes,
         )
