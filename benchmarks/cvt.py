@@ -1,27 +1,26 @@
-"""How near CvT comes to what its matrix products allow, beside transformers' CvT.
+"""Speed of CvT beside transformers' CvT, and the fraction of its matrix products' speed.
 
-Everything takes turns in one process: transformers' model, ours, ours fused, and two large matrix
-products of equal size, `F.linear` (MKL) and the same as a 1×1 convolution (oneDNN). A fraction is
-the model's multiply-accumulates per second over that of the matrix product in the same round,
-counting only what `forward` computes (in the last block, the class token alone).
+Contenders take turns in one process: transformers' model, ours, ours fused, and two large matrix
+products of equal size, `F.linear` (MKL) and a 1×1 convolution (oneDNN). A fraction is the model's
+multiply-accumulates per second over the matrix product's in the same round. Only the work of
+`forward` is counted (in the last block, the class token alone).
 
-The floor is what a model's own products cost: every matrix product, convolution and attention that
-one forward pass or one training step really runs, recorded with its operands and run again, one
-after the other, with nothing in between.
+The floor is the time of the model's own products alone: every matrix product, convolution and
+attention of one forward pass or training step, recorded with its operands and run again.
 
     python benchmarks/cvt.py                         CvT-13, 8 images of 224 px, two threads
     python benchmarks/cvt.py --model cvt_21 --batch-size 1 --output benchmarks/results/cvt_21.json
 
-What was tried on two Zen 5 cores and not kept, for it did not pay:
+Tried on two Zen 5 cores without a gain:
 
-- k and v as one grouped convolution of twice the channels: 4 to 8 times slower than two depth-wise
-  ones, in oneDNN as in PyTorch's own kernels. They share their input, laid out once for all three.
-- Weights packed for oneDNN beforehand: the linear layers take 7% less time at a batch of 8 and 20%
-  less at 1, but only through private operators that neither train, export nor run elsewhere.
-- Stages in parts of the batch that fit the caches, and a malloc that keeps its pages: no change.
+- k and v as one grouped convolution of twice the channels: 4 to 8 times slower than two depthwise
+  ones, in oneDNN and in PyTorch's kernels.
+- Weights packed for oneDNN: linear layers take 7% less time at a batch of 8 and 20% less at 1, but
+  only through private operators that neither train, export nor run elsewhere.
+- Stages on cache-sized parts of the batch, and a malloc that keeps its pages: no change.
 - Attention as two matrix products with a softmax between them: 2.7 and 1.2 times slower than
-  `scaled_dot_product_attention` in stages 1 and 2, a sixth faster in stage 3, which is 1% of the
-  whole. As 1×1 convolutions, image by image: slower everywhere.
+  `scaled_dot_product_attention` in stages 1 and 2, a sixth faster in stage 3 (1% of the total).
+  As 1×1 convolutions, image by image: slower everywhere.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ TOKENS, WIDTH, CLASSES = 4096, 2048, 1000
 
 
 def main() -> None:
-    """Measure, print, and write what was measured if asked to."""
+    """Measure, print, and write the record with `--output`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="cvt_13")
     parser.add_argument("--batch-size", type=int, default=8)
@@ -77,7 +76,7 @@ def main() -> None:
 
 def measure(name: str, batch_size: int, img_size: int, rounds: int) -> dict[str, object]:
     """All figures of one model at one size."""
-    # Their port computes the exact GELU, so ours does here; the authors' QuickGELU costs as much.
+    # transformers uses the exact GELU; QuickGELU costs as much.
     ours = build(name, img_size=img_size, activation="gelu", drop_path_rate=0.0).eval()
     randomise(ours)
     theirs = peers(ours, "transformers")["transformers"].eval()
@@ -143,10 +142,10 @@ def measure(name: str, batch_size: int, img_size: int, rounds: int) -> dict[str,
 
 
 class Products(TorchDispatchMode):
-    """The products that a piece of work really runs, forward and backward, with their operands.
+    """The products that a call runs, forward and backward, with their operands.
 
     Attributes:
-        calls: by stage and kind, in the order in which they ran.
+        calls: by stage and kind, in execution order.
     """
 
     def __init__(self, model: ConvolutionalVisionTransformer) -> None:
@@ -157,7 +156,7 @@ class Products(TorchDispatchMode):
 
     @classmethod
     def of(cls, model: ConvolutionalVisionTransformer, work: Callable[[], object]) -> Products:
-        """Those of one call of `work`, after one that does not count."""
+        """Record one call of `work`, after a warm-up call."""
         work()
         with cls(model) as products:
             work()
@@ -166,14 +165,14 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run one operation, and remember it if it is a product."""
+        """Run one operation; record it if it is a product."""
         kind = self._kind(function.overloadpacket.__name__, args)
         if kind is not None:
             self.calls.setdefault(kind, []).append(partial(function, *args, **(kwargs or {})))
         return function(*args, **(kwargs or {}))
 
     def _kind(self, name: str, args: Any) -> str | None:
-        """Stage and kind: a product's operands are as wide as the stage that it belongs to."""
+        """Stage and kind of a product; the stage follows from its operands' width."""
         shapes = [tuple(arg.shape) for arg in args if isinstance(arg, torch.Tensor)]
         if "scaled_dot_product" in name:
             heads = next(shape[1] for shape in shapes if len(shape) == 4)
@@ -194,25 +193,25 @@ class Products(TorchDispatchMode):
         )
 
     def run(self) -> None:
-        """All of them once, and nothing else."""
+        """Run all products once."""
         for kind in self.calls:
             self.run_kind(kind)
 
     def run_kind(self, kind: str) -> None:
-        """Those of one stage and kind."""
+        """Run the products of one stage and kind."""
         with torch.no_grad():
             for call in self.calls[kind]:
                 call()
 
     def milliseconds(self, rounds: int) -> dict[str, float]:
-        """The median time of each stage's kinds."""
+        """Median time by stage and kind."""
         work = {kind: partial(self.run_kind, kind) for kind in sorted(self.calls)}
         timing = interleave(work, torch.device("cpu"), rounds, warmup=1)
         return {kind: round(timing.median(kind) * 1e3, 1) for kind in work}
 
 
 def macs_computed(name: str, img_size: int) -> int:
-    """Multiply-accumulates that `forward` really does for one image."""
+    """Multiply-accumulates of `forward` for one image."""
     with torch.device("meta"):
         model: nn.Module = build(name, img_size=img_size).eval()
         image = torch.empty(1, 3, img_size, img_size)
@@ -222,12 +221,12 @@ def macs_computed(name: str, img_size: int) -> int:
 
 
 def as_convolution(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The product of `F.linear(x, weight)` as a 1×1 convolution, channels last."""
+    """`F.linear(x, weight)` as a 1×1 convolution, channels last."""
     return F.conv2d(x[None, None].permute(0, 3, 1, 2), weight[:, :, None, None])
 
 
 def without_gradient(function: Callable[[], object]) -> Callable[[], None]:
-    """`function`, its result dropped."""
+    """`function` without gradients, its result dropped."""
 
     def work() -> None:
         with torch.inference_mode():

@@ -1,7 +1,7 @@
-"""How fast exported graphs are: ONNX Runtime in single precision, beside PyTorch.
+"""Speed of exported graphs in ONNX Runtime (single precision) beside PyTorch.
 
-Weights are random, the contenders take turns in one process, and a ratio is the median over rounds,
-with the middle half of the rounds beside it.
+Weights are random and the contenders take turns in one process. Ratios are medians over rounds with
+their quartiles.
 
     python benchmarks/export.py
     python benchmarks/export.py --models cvt_13 --output benchmarks/results/export.json
@@ -30,7 +30,7 @@ from locality.models import build
 
 
 def main() -> None:
-    """Measure, print, and write what was measured if asked to."""
+    """Measure, print, and write the record with `--output`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--models", nargs="+", default=["convit_tiny", "convit_small", "deit_small", "cvt_13"]
@@ -76,7 +76,7 @@ def measure(name: str, batch_size: int, rounds: int) -> dict[str, object]:
 
 
 def runs(graph: Path) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Images → logits, on as many threads as PyTorch has."""
+    """Images → logits, with PyTorch's number of threads."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
@@ -84,7 +84,7 @@ def runs(graph: Path) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def ratio(timing: Timing, label: str, reference: str) -> list[float]:
-    """How many times as fast: lower quartile, median, upper quartile over rounds."""
+    """Speed over the reference's: lower quartile, median, upper quartile over rounds."""
     low, high = timing.middle_half(label, reference)
     return [round(value, 2) for value in (low, timing.times_as_fast(label, reference), high)]
 

@@ -1,17 +1,17 @@
-"""Does training survive? Runs are killed at random moments, resumed, and compared to the last bit.
+"""Kill runs at random moments, resume them, and compare the results to the last bit.
 
     python benchmarks/faults.py --faults 100                  one process, 0 and 2 data workers
     python benchmarks/faults.py --faults 60 --signals SIGKILL --per_run 4
     python benchmarks/faults.py --faults 20 --processes 2     two processes, faults on either, both,
                                                               or on the launcher alone
 
-Each run is a small ConViT, DeiT or CvT on digits with everything random and everything stateful
-on. A fault is SIGKILL or SIGTERM, sent a random time after a run has entered a random phase: a
-step, an evaluation, the writing of a checkpoint. The same folder is then trained on, and hit again,
-until the run is through or has had its share; then its weights, optimiser, counts and metrics file
-are compared with those of a run that was never disturbed.
+Each run is a small ConViT, DeiT or CvT on digits with all random and stateful features on. A fault
+is SIGKILL or SIGTERM, sent a random time after the run enters a random phase: a step, an
+evaluation, or writing a checkpoint. The run is resumed and hit again until it finishes or has had
+its share of faults. Its weights, optimiser, counts and metrics file are then compared with an
+undisturbed run's.
 
-The processes are forked from this one, which saves them the imports and leaves the faults real.
+Processes are forked from this one, which saves their imports.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def configuration(model: str, workers: int, accumulate: int, processes: int) -> RunConfig:
-    """A short run with everything on that draws random numbers or has a state."""
+    """A short run with all random and stateful features on."""
     return replace(
         recipe("digits"),
         {
@@ -91,13 +91,13 @@ def configuration(model: str, workers: int, accumulate: int, processes: int) -> 
 
 @dataclass
 class Fault:
-    """One thing that goes wrong.
+    """A signal sent to a run.
 
     Attributes:
         signum: the signal.
-        phase: sent after the run has entered this phase …
+        phase: sent after the run enters this phase …
         count: … for the count-th time …
-        delay: … and so many seconds have passed.
+        delay: … plus this many seconds.
         victim: "only" process, "rank 0", "rank 1", "both" or "launcher".
     """
 
@@ -122,7 +122,7 @@ class Fault:
 
 @dataclass
 class Tally:
-    """What came of the faults."""
+    """Outcomes of the faults."""
 
     faults: int = 0
     identical: int = 0
@@ -138,7 +138,7 @@ class Tally:
 
 
 def announce_phases(pipe: int) -> None:
-    """Have this process and its children tell, through a pipe, which phase they enter."""
+    """Make this process and its children write the phase they enter to a pipe."""
 
     def announce(number: int, rank: int) -> None:
         os.write(pipe, struct.pack("iii", number, os.getpid(), rank))
@@ -156,7 +156,7 @@ def announce_phases(pipe: int) -> None:
 
 
 def start(config: RunConfig, folder: Path) -> tuple[int, int]:
-    """Fork a process that trains in `folder`; its id and the pipe it announces phases on."""
+    """Fork a process that trains in `folder`; return its id and the pipe of its phases."""
     reading, writing = os.pipe()
     child = os.fork()
     if child:
@@ -166,7 +166,7 @@ def start(config: RunConfig, folder: Path) -> tuple[int, int]:
     os.close(reading)
     code = 1
     try:
-        # A group of its own, so that nothing of it can be overlooked afterwards.
+        # A separate process group, so leftovers can be found afterwards.
         os.setpgid(0, 0)
         errors = os.open(folder.parent / f"{folder.name}.log", os.O_CREAT | os.O_APPEND | os.O_RDWR)
         os.dup2(errors, 2)
@@ -188,7 +188,7 @@ def start(config: RunConfig, folder: Path) -> tuple[int, int]:
 
 
 def strike(child: int, pipe: int, fault: Fault) -> bool:
-    """Wait for the fault's moment and send its signal; False if the run ended before."""
+    """Wait for the fault's moment and send its signal; False if the run ended first."""
     ranks: dict[int, int] = {}
     seen = 0
     deadline = time.monotonic() + HANG_SECONDS
@@ -226,7 +226,7 @@ def strike(child: int, pipe: int, fault: Fault) -> bool:
 
 
 def wait_for(child: int) -> int | None:
-    """The exit code of a process, negative after a signal; None (and SIGKILL) if it hangs."""
+    """The exit code of a process, negative after a signal; None (after SIGKILL) if it hangs."""
     deadline = time.monotonic() + HANG_SECONDS
     while time.monotonic() < deadline:
         pid, status = os.waitpid(child, os.WNOHANG)
@@ -239,7 +239,7 @@ def wait_for(child: int) -> int | None:
 
 
 def run_once(config: RunConfig, folder: Path, fault: Fault | None) -> tuple[int | None, bool]:
-    """Train until the end or the fault; the exit code and whether the fault struck."""
+    """Train until the end or the fault; return the exit code and whether the fault struck."""
     child, pipe = start(config, folder)
     try:
         struck = strike(child, pipe, fault) if fault else False
@@ -266,7 +266,7 @@ def disturb(
     tally: Tally,
     signals: list[str],
 ) -> None:
-    """One run with up to `faults` faults, then to its end, then compared."""
+    """Disturb a run with up to `faults` faults, finish it, and compare."""
     here = 0
     tally.runs += 1
     while here < faults:
@@ -304,7 +304,7 @@ def disturb(
 
 
 def compare(run: Path, reference: Path) -> str:
-    """What differs between two finished runs, or ""."""
+    """The first difference between two finished runs, or ""."""
     if RunFolder(run).read_result() is None:
         return "not finished"
     if (run / "metrics.csv").read_bytes() != (reference / "metrics.csv").read_bytes():
@@ -313,7 +313,7 @@ def compare(run: Path, reference: Path) -> str:
 
 
 def first_difference(one: Any, other: Any, where: str) -> str:
-    """The name of the first entry that is not the same to the last bit, or ""."""
+    """The name of the first entry that is not bitwise equal, or ""."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return "" if torch.equal(one, other) else f"{where} differs"
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
@@ -329,11 +329,11 @@ def first_difference(one: Any, other: Any, where: str) -> str:
 def survey(
     faults: int, per_run: int, processes: int, seed: int, signals: list[str], folder: Path
 ) -> Tally:
-    """Strike `faults` times, over all models, workers and accumulations in turn."""
+    """Strike `faults` times, over models, workers and accumulations in turn."""
     torch.set_num_threads(1)
-    # Looking for GPUs in vain would keep forked processes from forking others.
+    # Probing for GPUs would keep forked processes from forking others.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # What is imported late is imported here, not in every process.
+    # Import lazy modules once here, not in every process.
     importlib.import_module("torch._dynamo")
     ResolvedRun(configuration("convit_nano", 0, 1, 1))
     rng = random.Random(seed)
@@ -360,7 +360,7 @@ def survey(
 
 
 def report(tally: Tally, processes: int, seed: int, seconds: float) -> dict[str, Any]:
-    """The outcome with where it was found."""
+    """The outcome, with hardware and settings."""
     return {
         "faults": tally.faults,
         "identical": tally.identical,
@@ -380,12 +380,12 @@ def report(tally: Tally, processes: int, seed: int, seconds: float) -> dict[str,
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=100)
-    parser.add_argument("--per_run", type=int, default=5, help="faults that one run survives")
+    parser.add_argument("--per_run", type=int, default=5, help="maximum faults per run")
     parser.add_argument("--signals", nargs="+", choices=list(SIGNALS), default=list(SIGNALS))
     parser.add_argument("--processes", type=int, choices=(1, 2), default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="write the outcome as JSON")
-    parser.add_argument("--keep", type=Path, help="leave the runs in this folder")
+    parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
     given = parser.parse_args(arguments)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:

@@ -1,13 +1,13 @@
-"""How two processes end: launched by torchrun and by the command alone, in turn, under pressure.
+"""How two-process runs exit when launched by torchrun and by `locality train`, in turn.
 
     python benchmarks/launches.py --runs 50
     python benchmarks/launches.py --runs 50 --busy
     python benchmarks/launches.py --runs 20 --delay 600 --output benchmarks/results/launches.json
 
---busy keeps both cores busy meanwhile. --delay loads a library (built here with `cc`) that makes
-the process group's threads wait up to so many milliseconds at every lock they take after
-result.json is there: with the last broadcast in their hands while the interpreter ends. Where the
-process group is not destroyed before, that aborts the process.
+--busy keeps both cores busy. --delay loads a library (built with `cc`) that makes the process
+group's threads wait up to that many milliseconds at every lock they take after result.json exists,
+so they still hold the last broadcast while the interpreter exits. Unless the process group is
+destroyed first, this aborts the process.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ int pthread_mutex_lock(pthread_mutex_t *mutex) {
 
 
 def built(folder: Path) -> Path:
-    """The library that delays."""
+    """Build the delaying library."""
     source, library = folder / "delay.c", folder / "delay.so"
     source.write_text(DELAY)
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
@@ -79,7 +79,7 @@ def built(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """Keep cores busy within the block."""
+    """Keep cores busy inside the block."""
     loops = [subprocess.Popen([sys.executable, "-c", "while 1: 1"]) for _ in range(processes)]
     try:
         yield
@@ -90,7 +90,7 @@ def busy(processes: int) -> Iterator[None]:
 
 
 def launched(launcher: str, folder: Path, library: Path | None, delay: int) -> str:
-    """Train once in two processes; what went wrong, or ""."""
+    """Train once in two processes; return the failure, or ""."""
     (folder / "config.yaml").write_text(to_yaml(replace(recipe("digits"), SETTINGS)))
     reports, run = folder / "reports", folder / "run"
     reports.mkdir()
@@ -113,7 +113,7 @@ def launched(launcher: str, folder: Path, library: Path | None, delay: int) -> s
 
 
 def survey(runs: int, delay: int, cores: int) -> dict[str, Any]:
-    """Launch `runs` times; what came of it."""
+    """Launch `runs` times and summarise the failures."""
     failures: list[str] = []
     load = []
     started = time.monotonic()
@@ -141,9 +141,9 @@ def survey(runs: int, delay: int, cores: int) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=50)
-    parser.add_argument("--busy", action="store_true", help="keep the cores busy meanwhile")
-    parser.add_argument("--delay", type=int, default=0, help="milliseconds, at most, per lock")
-    parser.add_argument("--output", type=Path, help="add the outcome to this JSON file")
+    parser.add_argument("--busy", action="store_true", help="keep the cores busy")
+    parser.add_argument("--delay", type=int, default=0, help="maximum milliseconds per lock")
+    parser.add_argument("--output", type=Path, help="append the outcome to this JSON file")
     given = parser.parse_args(arguments)
     outcome = survey(given.runs, given.delay, (os.cpu_count() or 2) if given.busy else 0)
     if given.output:

@@ -1,9 +1,9 @@
-"""How fast the live page answers: digits drawn in headless Chromium, from a stroke to all maps.
+"""Latency of the live page: digits drawn in headless Chromium, from a stroke to all maps.
 
     taskset -c 0 python benchmarks/live.py
     taskset -c 0 python benchmarks/live.py PAGE.html --output benchmarks/results/live.json
 
-Without a page, that of `docs/live/digits/`. The time is from a pointer event to the end of the
+The default page is `docs/live/digits/`. The time is from a pointer event to the end of the
 frame in which both answers and all maps are drawn, which includes the wait for that frame.
 """
 
@@ -30,7 +30,7 @@ from locality.training import recipe
 
 ROOT = Path(__file__).parents[1]
 DRAWINGS = json.loads((ROOT / "tests/analysis/drawings.json").read_text())
-# The fastest of many, which other work on the machine disturbs least.
+# The fastest of many calls is least affected by other load.
 FORWARD = """() => live.models.map((model) => {
     let best = Infinity;
     for (let at = 0; at < 200; at++) {

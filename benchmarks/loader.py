@@ -36,17 +36,17 @@ _SIZE = 224
 def run_loading(rounds: int, files: int = 256, batch_size: int = 64) -> dict[str, Any]:
     """Measure how fast one thread decodes, augments, normalises and mixes JPEG files.
 
-    Seconds are the processor's, so that waiting for a disk does not count. Every contender goes
-    over the same files once per round, in its own order. torchvision's RandAugment is its own: it
-    changes every image twice, timm's policy once on average.
+    Seconds are processor time, so waiting for a disk does not count. Every contender reads the same
+    files once per round, in its own order. torchvision's RandAugment changes every image twice,
+    timm's policy once on average.
 
     Args:
-        rounds: how often each contender is timed.
-        files: how many to write, about 500×375 pixels and 110 kB each.
+        rounds: timings per contender.
+        files: number of files to write, about 500×375 pixels and 110 kB each.
         batch_size: a divisor of `files`.
 
     Returns:
-        as `run_benchmark`.
+        A result like that of `run_benchmark`.
     """
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -72,7 +72,7 @@ def write_photographs(folder: Path, count: int) -> None:
         spectrum = generator.normal(size=(3, *frequency.shape, 2)).view(np.complex128)[..., 0]
         fields = np.fft.irfft2(spectrum / np.maximum(frequency, 1 / 500) ** 1.1, (height, width))
         fields /= fields.std(axis=(1, 2), keepdims=True)
-        # Mostly common to the three channels, as in photographs: grey, and a little colour.
+        # Channels are correlated, as in photographs.
         colours = np.array([[55, 12, 0], [55, 0, 12], [55, -6, -6]])
         pixels = 120 + np.einsum("cf,fyx->yxc", colours, fields)
         place = folder / f"class {number % 4}"
@@ -82,7 +82,7 @@ def write_photographs(folder: Path, count: int) -> None:
 
 
 def _contenders(folder: str, batch_size: int) -> dict[str, Iterable[Any]]:
-    """Loaders of one pass over the files by label, all in this process."""
+    """Loaders of one pass over the files, by name, all in this process."""
     listing = list_folder(folder)
     augment = dataclasses.replace(DEIT_AUGMENT, repeats=1)
     source = listing.source(listing.classes, DEFAULT_DECODING)
@@ -130,7 +130,7 @@ def _contenders(folder: str, batch_size: int) -> dict[str, Iterable[Any]]:
 
 
 def _mixed(batches: Iterable[Any]) -> Work:
-    """One pass over a loader's batches, each mixed as the recipe says."""
+    """One pass over a loader's batches, with the recipe's mixup and cutmix."""
     mixup = Mixup(DEIT_AUGMENT.mixup, DEIT_AUGMENT.cutmix, num_classes=4)
 
     def work() -> None:

@@ -1,9 +1,9 @@
-"""Processor time of an optimiser's step beside that of forward and backward: AdamW, Muon, AdaMuon.
+"""Processor time of optimiser steps (AdamW, Muon, AdaMuon) beside forward and backward.
 
     python benchmarks/optimizers.py --output benchmarks/results/optimizers.json
 
-`timm` is timm's own AdaMuon, which orthogonalises in bfloat16 on every device. Each round takes one
-step with every optimiser, in turn; the medians are reported.
+`timm` is timm's AdaMuon, which orthogonalises in bfloat16 on every device. Each round takes one
+step with every optimiser; medians are reported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BATCHES = {"convit_nano": 64, "convit_micro": 64, "convit_tiny": 64}
 
 
 def measure(name: str, batch: int, rounds: int) -> dict[str, float]:
-    """Milliseconds of processor time by what takes them."""
+    """Milliseconds of processor time by part."""
     model = build(name)
     optimizers: dict[str, torch.optim.Optimizer] = {
         each: create_optimizer(model, OptimConfig(each), batch)

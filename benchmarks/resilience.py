@@ -1,10 +1,9 @@
-"""What surviving costs: training with a checkpoint every epoch against training without any.
+"""Cost of a checkpoint per epoch, beside training without checkpoints.
 
     python benchmarks/resilience.py --output benchmarks/results/resilience.json
 
-Epochs of the digits recipe with and without a checkpoint are run in turn, in one process, and
-compared pair by pair. The same script says what the step loop costs beside the forward pass, the
-backward pass and the update themselves, and the loading of data.
+Epochs of the digits recipe with and without a checkpoint alternate in one process and are compared
+pair by pair. The script also times the step loop beside forward, backward and update, and loading.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from locality.training.state import Components, TrainState
 
 
 def make_loop(fabric: Fabric, model: str, folder: Path, steps: int) -> Loop:
-    """A run of the digits recipe that never evaluates or saves by itself."""
+    """A run of the digits recipe without evaluations or checkpoints."""
     changes: dict[str, Any] = {"schedule.steps": steps, "schedule.eval_every": steps}
     changes["engine.tensorboard"] = False
     config = replace(recipe("digits", model=model), changes)
@@ -61,7 +60,7 @@ def measure(fabric: Fabric, model: str, pairs: int, folder: Path) -> dict[str, A
             loop.train_step(batches)
 
     def epoch_with_checkpoint() -> None:
-        # As in a run, the disk is still at work while the next steps are made.
+        # As in a run, writing to disk overlaps with the next steps.
         loop._save()
         steps(epoch)
 

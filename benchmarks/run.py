@@ -1,12 +1,12 @@
-"""`make bench`: every speed and memory figure that the documentation quotes, in one go.
+"""`make bench`: the speed and memory figures of the documentation.
 
-Each model is measured in a process of its own, as by `locality benchmark`. The results go to
-benchmarks/results/NAME.json and, as tables, NAME.md, where NAME says device and date. The same
-script measures on a processor and, where torch sees one, on a CUDA device.
+Each model is measured in its own process, as by `locality benchmark`, on a CPU or, if torch sees
+one, a CUDA device. Results go to benchmarks/results/NAME.json and, as tables, NAME.md; NAME has
+device and date.
 
     python benchmarks/run.py            everything; about 20 minutes on two cores
     python benchmarks/run.py --only bf16 memory
-    python benchmarks/run.py --only gpu gpu_large gpu_cvt       in batches for a GPU
+    python benchmarks/run.py --only gpu gpu_large gpu_cvt       with GPU-sized batches
     python benchmarks/run.py --only sizes sizes_cvt             nine models; hours
 """
 
@@ -36,14 +36,14 @@ Settings = list[dict[str, Any]]
 
 
 def settings(**named: Any) -> Settings:
-    """Arguments of `run_benchmark`: one dictionary for each combination of what is in lists."""
+    """Arguments of `run_benchmark`: one dictionary per combination of listed values."""
     lists = [value if isinstance(value, list) else [value] for value in named.values()]
     return [dict(zip(named, values, strict=True)) for values in product(*lists)]
 
 
 _PIXELS, _FORMS, _BOTH = [224, 384, 512], [False, True], ["fp32", "bf16"]
 _INFERENCE, _TRAINING = ("inference",), ("training",)
-# question → (what is asked, models, what to measure)
+# name → (question, models, settings)
 PLAN: dict[str, tuple[str, list[str], Settings]] = {
     "resolution": (
         "What separable positional attention saves as images grow: inference, fp32",
@@ -103,25 +103,25 @@ GPU_PLAN: dict[str, tuple[str, list[str], Settings]] = {
 
 
 def measure(model: str, asked: Settings, rounds: int) -> dict[str, Any]:
-    """What `run_benchmark` measures of a model under several settings, in one result."""
+    """`run_benchmark` of a model under several settings, merged into one result."""
     results = [run_benchmark(model, rounds=rounds, **each) for each in asked]
     return {**results[0], "rows": [row for result in results for row in result["rows"]]}
 
 
 def main() -> None:
-    """Measure what was asked for and write both files."""
+    """Measure and write both files."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     plan = PLAN | GPU_PLAN
     parser.add_argument("--only", nargs="+", choices=plan, default=list(PLAN))
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--name", default=None, help="of the two files, without ending")
+    parser.add_argument("--name", default=None, help="name of the two files, without suffix")
     options = parser.parse_args()
     measured, remarks = {}, []
     for question in options.only:
         about, models, asked = plan[question]
         rounds = 1 if question == "memory" else options.rounds
         print(f"{question}: {about} …", flush=True)
-        # A process for each model, so that none inherits another's memory or caches.
+        # One process per model, so that none inherits another's memory or caches.
         with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
             work = partial(measure, asked=asked, rounds=rounds)
             measured[about] = list(pool.map(work, models))
@@ -138,12 +138,12 @@ def main() -> None:
 
 
 def write_record(measured: dict[str, list], name: str | None = None, **also: Any) -> Path:
-    """Write both files; the path of the one with tables.
+    """Write both files; return the path of the tables.
 
     Args:
-        measured: results of `run_benchmark` by the question that they answer.
-        name: of the files without ending; device, threads and date unless given.
-        also: more to put into the JSON.
+        measured: results of `run_benchmark` by question.
+        name: file name without suffix; device, threads and date by default.
+        also: further JSON entries.
     """
     content = {"commit": commit() or "unknown", "measured": measured, **also}
     machine = next(iter(measured.values()))[0]["machine"]
@@ -177,7 +177,7 @@ def markdown(content: Mapping[str, Any]) -> str:
 
 
 def bf16_gain(result: dict) -> str:
-    """How much faster our model is under bf16 autocast than in fp32."""
+    """Speed of our model under bf16 autocast over fp32."""
     speed = {
         row["precision"]: row["images_per_second"]
         for row in result["rows"]
@@ -189,7 +189,7 @@ def bf16_gain(result: dict) -> str:
 
 
 def matmul_rate(tokens: int = 4096, width: int = 1024, rounds: int = 5) -> float:
-    """Multiply-accumulates per second of a large fp32 `linear` here: the floor to compare with."""
+    """Multiply-accumulates per second of a large fp32 `linear`, for comparison."""
     x, weight = torch.randn(tokens, width), torch.randn(width, width)
     timing = interleave({"linear": lambda: F.linear(x, weight)}, x.device, rounds, 2)
     return tokens * width * width / timing.median("linear")

@@ -1,9 +1,9 @@
-"""What the ImageNet recipes cost on eight H100s: the tables of docs/scale.md.
+"""Cost of the ImageNet recipes on eight H100s: the tables of docs/scale.md.
 
     python benchmarks/scale.py
 
-The numbers are those of `locality train RECIPE --dry_run`; what a dry run measures where it is
-started is taken from `benchmarks/results/` here.
+The numbers are those of `locality train RECIPE --dry_run`; rates come from `benchmarks/results/`
+instead of being measured here.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from locality.training.resolved_run import ResolvedRun
 
 RESULTS = Path(__file__).parent / "results"
 GPU, GPUS = "nvidia-h100-80gb-hbm3-2026-11-23", 8
-PEAK = 989e12  # operations per second of an H100 SXM in bf16 without sparsity, by its data sheet
+PEAK = 989e12  # operations per second of an H100 SXM, bf16, dense, from its data sheet
 CARD = 80e9  # bytes of memory
 IMAGES_PER_GPU = (64, 128, 512)
-# The archives of ImageNet's training and validation images; ImageNet-22k is counted by the same.
+# Sizes of ImageNet's training and validation archives; also used for ImageNet-22k.
 IMAGE_BYTES = (147_897_477_120 + 6_744_924_160) / (1_281_167 + 50_000)
 
-# A plain ViT of a ConViT's width and heads is the DeiT of this name.
+# The plain ViT of a ConViT's width and heads.
 MEASURED = {
     "convit": {"convit_tiny": "locality", "convit_small": "locality"},
     "deit": {"convit_tiny": "plain ViT", "convit_small": "plain ViT"},
@@ -49,7 +49,7 @@ MEASURED = {
 
 
 class Counted(ImageSource):
-    """Images of which only the number is known."""
+    """A source that only has a number of images."""
 
     def __init__(self, count: int, classes: int) -> None:
         self.labels = np.arange(count) % classes
@@ -73,7 +73,7 @@ def measured(model: str, contender: str = "locality", precision: str = "bf16") -
 
 
 def fraction_of_peak(model: ModelConfig, classes: int) -> float:
-    """That of the measured model of the family which is nearest in multiply-accumulates."""
+    """Fraction of peak of the family's measured model with the nearest multiply-accumulates."""
     family, size = model.name.partition("_")[0], forward_macs(model, classes)
     found = []
     for name, contender in MEASURED[family].items():
@@ -85,7 +85,7 @@ def fraction_of_peak(model: ModelConfig, classes: int) -> float:
 
 
 def loading_seconds() -> float:
-    """To read an image on one core."""
+    """Seconds to read an image on one core."""
     record = json.loads((RESULTS / "loader.json").read_text())["measured"]["loader"][0]
     return 1 / record["rows"][0]["images_per_second"]
 
@@ -105,7 +105,7 @@ def plan(config: RunConfig) -> DryRun:
 
 
 def finetuned_w24() -> RunConfig:
-    """CvT-W24 at 384 pixels; where its weights come from costs nothing."""
+    """CvT-W24 at 384 pixels, with random weights, which cost the same."""
     config = finetune_384("cvt_w24", weights="run")
     return dataclasses.replace(config, model=dataclasses.replace(config.model, weights=None))
 
@@ -123,7 +123,7 @@ def recipes() -> list[RunConfig]:
 
 
 def row(config: RunConfig) -> tuple[dict[str, str], dict[str, str]]:
-    """A line of the table of time, and one of the table of bytes."""
+    """A row of the time table, and one of the bytes table."""
     dry = plan(config)
     run = dry.run
     share = 6 * run.macs * dry.rate / GPUS / PEAK
@@ -146,7 +146,7 @@ def row(config: RunConfig) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def memory_row(images: int) -> dict[str, str]:
-    """Memory of CvT-W24 at 384 pixels by images per GPU; in brackets what a GPU does not have."""
+    """Memory of CvT-W24 at 384 pixels by images per GPU; brackets: more than a GPU has."""
     cells = {"images per GPU": f"{images}"}
     for recomputed, suffix in ((False, ""), (True, ", activation checkpointing")):
         changes = {"engine.batch_size": GPUS * images, "engine.grad_checkpointing": recomputed}
@@ -169,7 +169,7 @@ def table(rows: Sequence[dict[str, str]]) -> str:
 
 
 def tables() -> list[str]:
-    """All tables, which takes a minute or two."""
+    """All tables; takes a minute or two."""
     times, sizes = zip(*map(row, recipes()), strict=True)
     return [*map(table, (times, sizes, [memory_row(images) for images in IMAGES_PER_GPU]))]
 

@@ -1,11 +1,11 @@
-"""timm's own tests of its models, run over ours.
+"""Run timm's tests of its models on ours.
 
     pip download --no-binary :all: --no-deps timm==1.0.31 && tar xzf timm-1.0.31.tar.gz
     python benchmarks/timm_suite.py timm-1.0.31/tests/test_models.py -k "not pretrained"
 
-The file is timm's, from its source distribution; what this adds is the list of models. Ours give
-tokens, so they stand where timm's ViTs stand: among the "non-standard" ones, whose features are no
-maps. Not supported: TorchScript, which PyTorch has deprecated. Tests of pretrained weights
+The test file is from timm's source distribution; this script substitutes the list of models. Our
+models return tokens, so they replace timm's ViTs in its "non-standard" list, whose features are not
+maps. TorchScript, which PyTorch has deprecated, is not supported. Tests of pretrained weights
 download them.
 """
 
@@ -29,7 +29,7 @@ def ours(
     exclude_filters: str | Sequence[str] = "",
     **options: Any,
 ) -> list[str]:
-    """`timm.list_models` with our models in the place of its vision transformers."""
+    """`timm.list_models` with our models instead of its vision transformers."""
     of_maps = "vit_*" in exclude_filters and options.get("include_tags")
     by_name = filter and "vit_*" not in filter
     return [] if of_maps or by_name else _list_models("locality_*", **options)

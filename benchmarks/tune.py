@@ -1,20 +1,19 @@
-"""Random search over the recipes for small images: the same settings for every model.
+"""Random search of settings for small images, the same for every model.
 
     python benchmarks/tune.py --output digits.csv
     python benchmarks/tune.py --images digits-half --output half.csv
     python benchmarks/tune.py --images photographs --trials 1 2 3 --output photographs.csv
     python benchmarks/tune.py --models timm/test_resnet timm/cct_2 --output peers.csv
 
-Every trial is a draw of settings by its number, trained once for each model on images that nothing
-else uses: on 70 digits of a quarter (`data.part` (0, 0.25)), evaluated on 381, or on half of it; or
-on 500 photographs of clothes, evaluated on 3,000 others. All trials have the same images and the
-same seed. Rows that the table has already are left alone, so that the search can be stopped and
-goes on.
+A trial draws its settings from its number and trains each model once, on images that nothing else
+uses: 70 digits of a quarter (`data.part` (0, 0.25)), evaluated on 381; half of that quarter; or 500
+photographs of clothes, evaluated on 3,000 others. All trials share images and seed. Finished rows
+of the table are kept, so the search can be stopped and resumed.
 
 Rule, fixed on 2026-11-25 before the first run: the recipe takes the trial with the highest mean
-top-1 over ConViT, DeiT and CvT and both numbers of digits, each weighing the same. That of
-photographs is the one with the highest mean over the three among the eight that are best on digits.
-A CNN and CCT are each given their own best, by their mean over the same images.
+top-1 over ConViT, DeiT and CvT and both numbers of digits, equally weighted. For photographs it is
+the trial with the highest mean over the three, among the eight best on digits. A CNN and CCT each
+take their own best mean over the same images.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ IMAGES: dict[str, tuple[str, dict[str, Any], int]] = {
     "digits-half": ("digits", DIGITS | {"data.val_fraction": 0.5}, 2000),
     "photographs": ("fashion_mnist", PHOTOGRAPHS, 3000),
 }
-# The study's models on photographs have a layer more; a ResNet halves the size five times.
+# Models on photographs have one more layer; a ResNet halves the size five times.
 OWN: dict[tuple[str, str], dict[str, Any]] = {
     ("photographs", "convit_nano"): {"model.overrides": {"depth": 5, "gpsa_layers": 3}},
     ("photographs", "deit_nano"): {"model.overrides": {"depth": 5}},
@@ -63,7 +62,7 @@ OWN: dict[tuple[str, str], dict[str, Any]] = {
 
 
 def draw(trial: int) -> dict[str, float | str | None]:
-    """The settings of a trial; rate and decay are uniform in their logarithm."""
+    """The settings of a trial; rate and decay are log-uniform."""
     rng = random.Random(trial)
     return {
         "optim.name": "adamuon",
@@ -80,11 +79,11 @@ def draw(trial: int) -> dict[str, float | str | None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="table to write, or to go on")
+    parser.add_argument("--output", type=Path, required=True, help="table to write or extend")
     parser.add_argument("--trials", type=int, nargs="+", default=range(24))
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--images", choices=IMAGES, default="digits")
-    parser.add_argument("--seeds", type=int, nargs="+", help="instead of the usual one")
+    parser.add_argument("--seeds", type=int, nargs="+", help="seeds, instead of the default one")
     parser.add_argument("--set", nargs="+", default=[], help="NAME=VALUE, instead of the trial's")
     options = parser.parse_args()
     recipe, fixed, usual_seed = IMAGES[options.images]

@@ -1,4 +1,4 @@
-"""What every test may rely on, tiny runs, and an executor in the test's own process."""
+"""Shared fixtures, tiny runs, and an in-process executor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from locality.runner.executors import execute
 from locality.runner.runs import Outcome, Run, content_folder
 from locality.training import RunConfig, recipe, replace
 
-# The same examples every time: a failure belongs to the change that it is seen with.
+# Deterministic examples, so a failure belongs to the change under test.
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 settings.load_profile("repeatable")
 
@@ -34,21 +34,21 @@ TINY = {
 
 
 def pytest_configure():
-    """Ctrl-C works, though a shell that starts tests in the background has it ignored."""
+    """Restore Ctrl-C, which shells ignore for background jobs."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items):
-    """What opens a browser is slow."""
+    """Mark tests that open a browser as slow."""
     for item in items:
         if "browser" in item.fixturenames:
             item.add_marker(pytest.mark.slow)
 
 
 class Here:
-    """Carries runs out one after the other, and remembers which."""
+    """Execute runs one after the other and record them."""
 
     def __init__(self) -> None:
         self.performed: list[Run] = []
@@ -77,13 +77,13 @@ def tiny_config_fixture():
 
 @pytest.fixture(name="tiny_run", scope="session")
 def tiny_run_fixture():
-    """(root, model, seed, settings) → a run of three steps in its content's folder."""
+    """(root, model, seed, settings) → a three-step run in a folder named after its content."""
     return tiny_run
 
 
 @pytest.fixture
 def truncated_kernel() -> Callable[[torch.Tensor, int], torch.Tensor]:
-    """(kernel, rank) → the kernel with its matrix at each offset cut to the best of that rank."""
+    """(kernel, rank) → the kernel with each offset's matrix truncated to the best of that rank."""
 
     def cut(weight: torch.Tensor, rank: int) -> torch.Tensor:
         matrices = weight.detach().flatten(2).permute(2, 0, 1)
@@ -105,7 +105,7 @@ def _idx(array: np.ndarray) -> bytes:
 
 @pytest.fixture
 def fashion_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Fashion-MNIST of 600 images to train on and 40 of test, where Debian would put it."""
+    """A Fashion-MNIST of 600 training and 40 test images, at Debian's path."""
     folder = tmp_path / "fashion-mnist"
     folder.mkdir()
     rng = np.random.default_rng(0)
@@ -120,7 +120,7 @@ def fashion_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def shaken():
-    """Moves every parameter at random, so that nothing is equal, zero or symmetric by accident."""
+    """Perturb every parameter, so nothing is equal, zero or symmetric by accident."""
 
     @torch.no_grad()
     def moved(model, seed=0, scale=0.3):
@@ -136,10 +136,10 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ARGUMENTS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-    # A camera that shows a test picture, and nobody to be asked for it.
+    # A fake camera, without a permission prompt.
     *("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"),
 ]
-# What of a page's content reaches beyond the window's right edge.
+# Elements that overflow the window's right edge.
 OUTSIDE = """(chosen) => [...document.querySelectorAll(chosen)]
     .filter((node) => !node.closest(".view, svg") && node.checkVisibility())
     .filter((node) => node.getBoundingClientRect().right > innerWidth + 1)
@@ -159,7 +159,7 @@ def browser():
 
 @pytest.fixture
 def open_page(browser):
-    """Opens a file with the network off; fails on script errors and on anything fetched."""
+    """Open a file offline; fail on script errors and requests."""
     contexts, complaints = [], []
 
     def opened(path, width=1200, height=900):
@@ -185,7 +185,7 @@ def open_page(browser):
 
 @pytest.fixture
 def open_ready(open_page):
-    """As `open_page`, for pages that compute: opened when they have shown something."""
+    """As `open_page`, waiting until a page that computes is ready."""
 
     def opened(path, *size):
         page = open_page(path, *size)

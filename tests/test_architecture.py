@@ -1,4 +1,4 @@
-"""Imports point downwards, no two files import each other, and the library exports what it says."""
+"""Imports point downwards, no two files import each other, and exports are complete."""
 
 import ast
 from graphlib import CycleError, TopologicalSorter
@@ -10,7 +10,7 @@ import locality
 
 SOURCE = Path(locality.__file__).parents[1]
 
-# Each may import those below it, at the top of a file or inside a function. The study is one part.
+# Each may import those below it, at the top of a file or in a function. The study is one part.
 ORDER = [
     "locality_papers",
     "__main__",
@@ -40,13 +40,13 @@ FILES = {
 
 
 def package(module):
-    """The part of the library that a module is in, "" for its top; the study as a whole."""
+    """The part of the library a module is in, "" for its top level; the study is one part."""
     top, _, rest = module.partition(".")
     return rest.partition(".")[0] if top == "locality" else top
 
 
 def imports(node, inside=False):
-    """What a tree imports, what only type checkers see too: (module, whether inside a function)."""
+    """A tree's imports, type-checking ones included: (module, whether inside a function)."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             yield from ((alias.name, inside) for alias in child.names)
@@ -98,7 +98,7 @@ def test_no_files_import_each_other():
 
 
 def test_only_commands_import_our_own_inside_functions():
-    """There it makes starting fast; elsewhere it would hide a circle."""
+    """There, it makes starting fast; elsewhere, it would hide a cycle."""
     inside = {name for name, found in IMPORTS.items() for other, lazy in found
               if lazy and other in FILES and package(name)}  # fmt: skip
     allowed = {"commands", "cli"}

@@ -1,4 +1,4 @@
-"""The benchmark measures what it says, and refuses to time models that disagree."""
+"""The benchmark's measurements, and its refusal to time models whose logits differ."""
 
 import json
 import weakref
@@ -49,7 +49,7 @@ def test_transformers_peer_has_our_logits():
 
 
 def test_saved_activations_of_a_linear_layer_are_its_inputs():
-    """y = W₂ relu(W₁ x): relu's output is kept once; the input and the weights are there anyway."""
+    """y = W₂ relu(W₁ x): relu's output is kept once; input and weights exist anyway."""
     model = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 5))
     images = torch.randn(8, 10)
     loss_input = 8 * 5 * 4  # square() keeps the logits
@@ -57,7 +57,7 @@ def test_saved_activations_of_a_linear_layer_are_its_inputs():
 
 
 def test_what_has_been_counted_is_let_go():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())  # which saves its own output
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())  # saves its output
     outputs = []
     model.register_forward_hook(lambda *given: outputs.append(weakref.ref(given[2])))
     saved_activations(model, torch.randn(2, 4), nullcontext)
@@ -83,7 +83,7 @@ def test_a_whole_benchmark():
     result = run_benchmark("convit_tiny", img_size=32, precision="bf16", **QUICK)
     labels = {"locality", "locality (fused)", "timm", "plain ViT"}
     assert {row["contender"] for row in result["rows"]} == labels
-    assert len(result["rows"]) == 3 + 4  # training works on no fused model
+    assert len(result["rows"]) == 3 + 4  # fused models do not train
     assert all(row["images_per_second"] > 0 for row in result["rows"])
     assert all(row["max_abs_logit_difference_fp32"] <= 1e-5 for row in result["rows"])
     json.dumps(result)

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: help at once, one sentence and code 2 for mistakes."""
+"""The command line: fast help, and one sentence and code 2 for mistakes."""
 
 import json
 import subprocess

@@ -1,9 +1,8 @@
-"""Every command and every piece of Python in the pages does what it is printed for.
+"""Run the commands and Python snippets of the pages.
 
-A page's snippets are run one after the other in a folder that holds what a reader would have. What
-is not run says so above its block: `<!-- not run: why -->` for all of it, `<!-- not run (words):
-why -->` for the lines that contain these words. Training is cut to two steps; what would take a
-table's hours is only planned.
+A page's snippets run in order in a folder with a reader's files. Comments above a block skip it:
+`<!-- not run: why -->` for the whole block, `<!-- not run (words): why -->` for lines with these
+words. Training is cut to two steps; long experiments are only planned.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ SHORT = [
 
 @dataclass
 class Snippet:
-    """A fenced block: its language, its lines, and the reasons given above it by what they skip."""
+    """A fenced block: language, lines, and reasons by the words they skip."""
 
     place: str
     language: str
@@ -87,7 +86,7 @@ def readers_folder(tmp_path_factory) -> Path:
                 Image.fromarray(pixels).save(place / f"{index}.png")
     shutil.copy(folder / "photos/train/cat/0.png", folder / "photo.jpg")
     train(two_steps(), folder / "runs/mine", quiet=True)
-    # Public weights where `locality` looks for them first, under the names that pages use.
+    # Public weights where `locality` looks first, named as in the pages.
     public = folder / "home/weights"
     public.mkdir(parents=True)
     for name, key_map in (("convit_tiny.fb_in1k", "convit"), ("cvt_13.ms_in1k", "cvt-microsoft")):
@@ -122,7 +121,7 @@ def workplace(readers_folder, tmp_path, monkeypatch) -> Path:
 
 
 def commands(snippet: Snippet) -> Iterator[list[str]]:
-    """The words of each command, without comments, wildcards as the files they stand for."""
+    """The words of each command, without comments and with wildcards expanded."""
     text = "\n".join(snippet.to_run()).replace("\\\n", " ")
     for line in text.splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars=";")
@@ -138,7 +137,7 @@ def commands(snippet: Snippet) -> Iterator[list[str]]:
 
 def shortened(words: list[str]) -> list[str]:
     if words[0] in ("train", "finetune") and "--dry_run" not in words:
-        for length in {"--minutes", "--steps"} & set(words):  # the steps say how long
+        for length in {"--minutes", "--steps"} & set(words):  # `--schedule.steps` sets the length
             del words[(at := words.index(length)) : at + 2]
         return [*words, *SHORT]
     if words[0] == "search" and not {"--dry_run", "--resume"} & set(words):
@@ -155,7 +154,7 @@ def shortened(words: list[str]) -> list[str]:
 
 
 def given(page: Path, folder: Path) -> dict[str, object]:
-    """What the pages' Python speaks of without saying where it comes from."""
+    """Names that the pages' Python uses without defining."""
     model = create_model("convit_nano", depth=6, gpsa_layers=5, img_size=224, patch_size=32).eval()
     images = torch.randn(2, 3, 224, 224)
     if "mine.pt2" in page.read_text():

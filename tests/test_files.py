@@ -1,4 +1,4 @@
-"""Files: what is read is bounded before it is built, and what is written comes back."""
+"""Files: reads are bounded, and writes round-trip."""
 
 import gzip
 import string

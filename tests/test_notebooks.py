@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, as they stand, and show what they speak of."""
+"""The notebooks run from top to bottom and show their results."""
 
 import ast
 import json
@@ -16,7 +16,7 @@ def cells(notebook):
 
 
 def run(source, names):
-    """A cell's last value, as a notebook shows it."""
+    """A cell's last value."""
     tree = ast.parse(source)
     last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, "cell", "exec"), names)

@@ -1,4 +1,4 @@
-"""What stands around the package: torch.hub's entry points, the citation, the changes."""
+"""torch.hub's entry points, the citation, the changelog and the release script."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def restored_path():
-    """torch.hub, and hubconf itself, put folders on the path and leave them there."""
+    """Undo changes of torch.hub and hubconf to `sys.path`."""
     before = list(sys.path)
     yield
     sys.path[:] = before

@@ -1,4 +1,4 @@
-"""`locality serve` as a person and as a hostile program meet it: its own process, over HTTP."""
+"""`locality serve` in its own process over HTTP, for ordinary and hostile clients."""
 
 import contextlib
 import http.client
@@ -39,7 +39,7 @@ CLASSES = [f"digit <b>{number}</b>" for number in range(10)]
 
 
 def run_alone(coroutine):
-    """In a thread of its own: a browser of other tests leaves an event loop in this one."""
+    """Run in a separate thread, since other tests' browsers leave an event loop in this one."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(anyio.run, coroutine).result()
 
@@ -59,21 +59,21 @@ def bomb():
 
 
 def lying():
-    """Announces nine megapixels, and holds a few thousand."""
+    """Announces nine megapixels but has a few thousand."""
     whole = photo()
     header = b"IHDR" + 2 * (3000).to_bytes(4, "big") + whole[24:29]
     return whole[:12] + header + zlib.crc32(header).to_bytes(4, "big") + whole[33:]
 
 
 def form(*contents, filename='; filename="/etc/passwd"'):
-    """What `curl -F image=@FILE` sends, with as many files as there are contents."""
+    """The body of `curl -F image=@FILE`, with one file per content."""
     start = f'--b\r\nContent-Disposition: form-data; name="image"{filename}\r\n\r\n'.encode()
     return b"".join(start + content + b"\r\n" for content in contents) + b"--b--\r\n"
 
 
 FORM = {"Content-Type": "multipart/form-data; boundary=b"}
 PATHS = ("/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/file:///etc/passwd", "/predict/x")
-# Method, path, body → status, and a word of the sentence; headers that are not usual.
+# Method, path, body → status and a word of the error; unusual headers.
 HOSTILE = [
     *(("GET", path, None, 404, "nothing here") for path in (*PATHS, "/docs", "/redoc")),
     ("POST", "/../predict", photo(), 404, "nothing here"),
@@ -114,12 +114,12 @@ def model(tmp_path_factory, shaken):
 
 @contextlib.contextmanager
 def answering(words, **options):
-    """A process that serves, with its address, until the block ends."""
+    """A serving process and its address, until the block ends."""
     started = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, **options)
     try:
         started.address = started.stdout.readline().strip()
         yield started
-        assert started.poll() is None  # nothing has ended it
+        assert started.poll() is None  # still running
         started.send_signal(signal.SIGINT)
         assert started.wait(30) == 130
     finally:
@@ -136,14 +136,14 @@ def process(model, tmp_path_factory):
 
 
 def checked(headers):
-    """Whether an answer has the headers that every one has."""
+    """Check the headers of every answer."""
     names = {name.lower(): value for name, value in headers}
     assert "default-src 'none'" in names["content-security-policy"] and "server" not in names
     assert names["x-content-type-options"] == "nosniff" and names["x-frame-options"] == "DENY"
 
 
 def request(address, method, path, body=None, headers=None, check=checked):
-    """Method, path, body and headers of a request → status, the answer's content."""
+    """Send a request; return status and content."""
     place = urlparse(address)
     connection = http.client.HTTPConnection(place.hostname, place.port, timeout=120)
     try:
@@ -214,7 +214,7 @@ def test_what_is_bad_gets_a_sentence(ask, hostile):
 
 
 def answers(connection):
-    """Status and content of what comes over a connection."""
+    """Status and content of the answers on a connection."""
     answer = http.client.HTTPResponse(connection)
     answer.begin()
     checked(answer.getheaders())
@@ -234,7 +234,7 @@ def test_what_is_no_http_is_refused(process):
 
 
 def test_a_body_that_is_not_http(model, tmp_path):
-    """And a name that is no text, in another server's answers."""
+    """Also a file name that is not text."""
     config = model / "config.json"
     other = tmp_path / "saved"
     shutil.copytree(model, other)
@@ -257,7 +257,7 @@ def test_a_body_that_is_not_http(model, tmp_path):
 
 @pytest.mark.parametrize("before", [b"", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"])
 def test_a_header_that_does_not_end(process, ask, before):
-    """Others are answered while a hundred are held, and each is told why it ends."""
+    """Others are answered while a hundred are held, and each gets a reason."""
     with contextlib.ExitStack() as stack:
         held = [stack.enter_context(connected(process)) for _ in range(100)]
         for connection in held:
@@ -294,7 +294,7 @@ def test_weights_that_overflow(tmp_path):
 
 
 def test_a_third_hostile_eight_at_a_time(ask, process):
-    """500 requests: every one is answered as it should be, and memory stays."""
+    """500 requests get correct answers, and memory does not grow."""
     good = [photo(), photo((400, 300), "JPEG"), photo((1200, 900), "JPEG")]
 
     def one(number):
@@ -308,12 +308,12 @@ def test_a_third_hostile_eight_at_a_time(ask, process):
     with ThreadPoolExecutor(8) as pool:
         memory = list(pool.map(one, range(500)))
     print(f"{memory[100] / 1e6:.0f} MB after 100 requests, {memory[-1] / 1e6:.0f} after 500")
-    # Eight of the largest files that are taken, with what they are copied to on their way.
+    # Eight of the largest accepted files, with their copies.
     assert max(memory[400:]) - max(memory[:200]) < 100e6
 
 
 def test_too_many_bytes_at_once(monkeypatch):
-    """What is refused is counted no longer, nor is what has been answered."""
+    """Refused and answered requests no longer count."""
     monkeypatch.setattr(application, "_MAX_HELD_BYTES", 100)
     held = application.RequestBodies()
 
@@ -337,7 +337,7 @@ def test_too_many_bytes_at_once(monkeypatch):
 
 
 class TestDecoding:
-    """What becomes of the processes that decode."""
+    """Lifetimes of the decoding processes."""
 
     @staticmethod
     def run_in_processes(function, *data):
@@ -414,7 +414,7 @@ class TestDecoding:
         run_alone(ask)
 
 
-# Whatever it is to do with an image, it says so in a pipe, and then goes on for ever.
+# Announce each image in a pipe, then never return.
 STUCK = """
 import runpy, sys
 from locality.cli import main
@@ -484,24 +484,24 @@ def test_the_page_in_a_browser(process, browser, width, tmp_path):
         maps.locator("#grid").click(position={"x": 5, "y": 5})
         assert "row 1, column 1" in maps.locator("#where").inner_text()
         assert maps.locator(".gate").count() > 0
-        # The frame is as high as its content, and nothing is wider than the window.
+        # The frame is as high as its content; nothing overflows the window.
         page.wait_for_function("document.querySelector('#maps').offsetHeight > 800")
         assert frame.evaluate("document.documentElement.scrollHeight - innerHeight") <= 1
         assert page.evaluate(WIDE) <= 0 and frame.evaluate(WIDE) <= 0
         assert page.locator("#busy").is_hidden() and page.locator("#chosen img").count() == 0
         assert not errors
-        # The whole photograph is beside what is cut of it.
+        # The whole photograph is beside its crop.
         whole, crop = (page.locator(name) for name in ("#whole", "#crop"))
         assert page.locator("#named").inner_text() == "photo.png"
         assert whole.evaluate("(node) => [node.naturalWidth, node.naturalHeight]") == [448, 320]
         assert crop.evaluate("(node) => node.naturalWidth === node.naturalHeight")
-        # Of several images each can be looked at.
+        # Each of several images can be explored.
         page.set_input_files("#file", [file, none])
         images = page.locator("#chosen button")
         assert page.locator("#busy").is_visible() and images.count() == 2
         page.wait_for_selector("#classes tr:nth-child(5)")
         best = page.locator("#classes td").first.inner_text()
-        images.nth(1).get_by_text("–").wait_for()  # each has its class below it
+        images.nth(1).get_by_text("–").wait_for()  # each shows its class
         assert images.nth(0).inner_text() == best
         images.nth(1).click()
         page.get_by_text(re.compile("notes.txt: .*not an image")).wait_for()

@@ -1,4 +1,4 @@
-"""The pages link to what is there, and the site that `make docs` builds is complete and whole."""
+"""Links between pages resolve, and the site that `make docs` builds is complete."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """A page's headings, as GitHub and the site name them in links, and what has an id."""
+    """A page's link anchors: headings as on GitHub and the site, and ids."""
     titles = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
     named = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
     return named | set(re.findall(r'<a id="([^"]+)"', prose(page)))
@@ -65,7 +65,7 @@ def public_names(package: str) -> set[str]:
 
 
 class Html(HTMLParser):
-    """What a page has ids for, links to, and loads."""
+    """Ids, links and loaded files of a page."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Html(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> dict[Path, Html]:
-    """The pages of a site without a warning."""
+    """The pages of the site, built without warnings."""
     pytest.importorskip("mkdocstrings", reason="`make docs` installs what builds the site")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
@@ -106,7 +106,7 @@ def site(tmp_path_factory) -> dict[Path, Html]:
 def test_every_public_name_has_an_entry(site):
     entries = set().union(*(page.ids for page in site.values()))
     wanted = {f"{package}.{name}" for package in PACKAGES for name in public_names(package)}
-    # What the pages' snippets import is public too.
+    # Names that the pages' snippets import are public, too.
     for page in PAGES:
         for module, names in re.findall(
             r"^from (locality\S*) import ([\w, ]+)$", page.read_text(), flags=re.MULTILINE
@@ -119,7 +119,7 @@ def test_every_public_name_has_an_entry(site):
 @pytest.mark.slow
 def test_the_site_has_no_dead_link_and_loads_nothing_from_elsewhere(site):
     for page, html in site.items():
-        if page.name == "404.html":  # its links are made for the root of a server
+        if page.name == "404.html":  # its links assume a server's root
             continue
         assert not [each for each in html.loaded if urlparse(each).netloc], page.name
         for link in html.links | html.loaded:
@@ -152,7 +152,7 @@ def test_in_a_browser_nothing_is_cut_off(site, browser, width):
             wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
             assert wide <= 0, name
             assert page.evaluate("[...document.images].every((image) => image.naturalWidth > 0)")
-        for name in ("digits", "clothes"):  # whose models compute
+        for name in ("digits", "clothes"):  # these run models
             page.goto(f"{start}/{name}.html")
             page.wait_for_function("document.documentElement.dataset.ready", timeout=60_000)
             assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, name

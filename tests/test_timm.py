@@ -1,4 +1,4 @@
-"""Our models through timm's own functions: its registry, factory, training and feature tools."""
+"""Our models in timm's registry, factory, training and feature tools."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from locality.checkpoints import KEY_MAPS, SOURCES, create_model  # noqa: E402
 from locality.errors import UserError  # noqa: E402
 from locality.models import VARIANTS, build  # noqa: E402
 
-# One small model per kind, with what makes it small.
+# One small model per kind, with its overrides.
 SMALL_CVT = {"depth": (1, 1, 2), "embed_dim": (16, 32, 64), "num_heads": (1, 2, 4), "img_size": 48}
 MODELS = {
     "locality_convit_nano": {},
@@ -78,7 +78,7 @@ def test_classifier_reset_and_headless_features(model):
     with pytest.raises(ValueError, match="'max'"):
         model.reset_classifier(7, "max")
     model.to("meta", torch.float64).requires_grad_(False)
-    model.reset_classifier(2)  # keeps device, type, mode and what is frozen
+    model.reset_classifier(2)  # keeps device, dtype, mode and frozen parameters
     assert model.head.weight.is_meta and model.head.weight.dtype == torch.float64
     assert not any(module.training for module in model.modules())
     model.reset_classifier(0)
@@ -115,7 +115,7 @@ def test_pruned_models_give_the_same_maps_and_train_whole(model):
         assert all(parameter.grad is not None for parameter in pruned.parameters())
         assert len(pruned.feature_info) == index + 1
         torch.testing.assert_close(pruned.eval()(x), pruned.forward_features(x))
-        again = build(pruned.config)  # the configuration says what is left
+        again = build(pruned.config)  # the configuration has the remaining blocks
         assert set(again.state_dict()) - {"norm.weight", "norm.bias"} == set(pruned.state_dict())
 
 
@@ -128,7 +128,7 @@ def test_torch_fx_traces_the_model(model):
         eval_return_nodes=[eval_nodes[-1]],
         tracer_kwargs=leaves | {"param_shapes_constant": True},
     )
-    for batch in (2, 3):  # the graph is not made for one batch
+    for batch in (2, 3):  # the graph takes any batch size
         x = images(model, batch)
         (logits,) = traced.eval()(x).values()
         torch.testing.assert_close(logits, model.eval()(x))
@@ -183,7 +183,7 @@ def test_settings_that_do_not_exist_are_refused():
         timm.create_model("locality_cvt_13", global_pool="max")
     with pytest.raises(UserError, match="drop_rate") as caught:
         timm.create_model("locality_deit_nano", drop_rte=0.1)
-    assert isinstance(caught.value, TypeError)  # as timm and Python raise then
+    assert isinstance(caught.value, TypeError)  # as in timm
 
 
 def test_data_configuration_comes_from_the_model():
@@ -228,12 +228,12 @@ def test_a_training_step_with_timms_tools(model, tmp_path):
     assert torch.equal(again.head.weight, model.head.weight)
 
 
-# Public weights, from files that stand in for them.
+# Public weights, from substitute files.
 
 
 @pytest.fixture(scope="module")
 def convit_file(tmp_path_factory) -> tuple[torch.nn.Module, Path]:
-    """timm's ConViT-Ti with random weights, and a file of them."""
+    """timm's ConViT-Ti with random weights, and their file."""
     reference = timm.create_model("convit_tiny").eval()
     path = tmp_path_factory.mktemp("timm") / "model.safetensors"
     save_file(reference.state_dict(), path)
@@ -267,7 +267,7 @@ def test_timm_adapts_head_channels_and_size_on_the_way(convit_file):
 
 
 def test_timm_loads_transformers_cvt_into_our_model(tmp_path):
-    held = SMALL_CVT | {"depth": (1, 2, 3), "activation": "gelu"}  # as its code demands
+    held = SMALL_CVT | {"depth": (1, 2, 3), "activation": "gelu"}  # as its code requires
     source = build("cvt_13", **held).eval()
     state = KEY_MAPS["cvt-transformers"].from_native(source.state_dict(), source.config)
     save_file(state, tmp_path / "model.safetensors")

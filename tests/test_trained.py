@@ -1,4 +1,4 @@
-"""`locality.fit` leaves the run that `locality train` leaves, and a run answers as commands do."""
+"""`locality.fit` and `locality train` give the same run; `TrainedRun` matches the commands."""
 
 import json
 import subprocess
@@ -90,7 +90,7 @@ def test_runs_predictions_and_pages_are_shown(images, run):
     for page in (run.explore(count=2), run.report()):
         assert page.path.parent == run.folder
         shown = page._repr_html_()
-        assert shown.count("<") == 2  # the frame alone: what is in the page stays in it
+        assert shown.count("<") == 2  # only the frame; the page's HTML is escaped
         assert len(shown) > len(page.path.read_text())
 
 

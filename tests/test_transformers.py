@@ -1,4 +1,4 @@
-"""Our models through transformers: its Auto classes, pipelines, Trainer; nothing is downloaded."""
+"""Our models in transformers' Auto classes, pipelines and Trainer, without downloads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def no_network(monkeypatch):
 
 
 def model_of(name, **fields):
-    """A model of which no tensor, the statistics of a BatchNorm among them, is as it began."""
+    """A model with every tensor changed, including BatchNorm statistics."""
     torch.manual_seed(0)
     model = build(name, num_classes=3, **fields).eval()
     for tensor in (*model.parameters(), *model.buffers()):
@@ -73,7 +73,7 @@ def test_logits_are_ours_after_both_ways(tmp_path, name, factor):
 
 
 def test_a_model_of_timms_keeps_what_no_weights_hold(tmp_path):
-    name = "timm/eva02_tiny_patch14_224"  # has tables of its positions that files leave out
+    name = "timm/eva02_tiny_patch14_224"  # has position tables that are not saved
     model = build(name, num_classes=3, img_size=28, depth=1).eval()
     theirs = AutoModelForImageClassification.from_pretrained(saved(tmp_path, model))
     x = torch.randn(1, 3, 28, 28)
@@ -117,7 +117,7 @@ def test_a_run_and_a_file_come_with_their_classes_and_preprocessing(tmp_path, ti
             probabilities = model(**inputs).logits.softmax(-1)
         torch.testing.assert_close(probabilities, ours([picture()]))
         assert ours.classes is None or [*model.config.id2label.values()] == [*ours.classes]
-    assert open_model(saved(tmp_path / "again", what)).classes is None  # LABEL_0 names nothing
+    assert open_model(saved(tmp_path / "again", what)).classes is None  # LABEL_0 is not a name
 
 
 def test_the_loss_is_there_with_labels():

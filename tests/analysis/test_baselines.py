@@ -1,4 +1,4 @@
-"""Baselines on pixels: equal to scikit-learn's, and the same for the same images."""
+"""Baselines on pixels match scikit-learn's and are deterministic."""
 
 import json
 
@@ -57,7 +57,7 @@ def test_baselines_of_a_run(splits, arrays):
     assert found.train_images == found.all_train_images == len(train)
     assert torch.equal(found.targets, torch.from_numpy(splits.val.labels))
     expected = labels[nearest_neighbours(train, val)]
-    # The same pixels, but for the last bit of their scaling.
+    # Scaling differs in the last bit.
     assert (found.predictions["nearest neighbour"] == expected).float().mean() > 0.995
     assert 5 < found.top1["chance"] < 15
     assert found.top1["nearest neighbour"] > 85
@@ -96,7 +96,7 @@ def test_a_run_s_folder_keeps_its_baselines(tiny_run, tmp_path, monkeypatch):
     )
     record_baselines(run.folder for run in runs)
     record_baselines(run.folder for run in runs)
-    assert len(computed) == 1  # the same images, and nothing twice
+    assert len(computed) == 1  # computed once for the same images
     config = runs[0].config
     found = pixel_baselines(open_data(config.data, config.seed), DIGITS)
     assert [read_baselines(run.folder) for run in runs] == [found.top1] * 2
@@ -115,5 +115,5 @@ def test_baselines_of_a_part_say_of_how_many_images(tmp_path):
 
 def test_a_model_below_a_baseline_is_named():
     found = {"chance": 10.0, "nearest neighbour": 90.0, "logistic regression": 88.0}
-    assert advice("ConViT", 89.96, found) == ""  # 90.0, too, as it is printed
+    assert advice("ConViT", 89.96, found) == ""  # prints as 90.0, too
     assert "nearest neighbour" in advice("ConViT", 87.5, found)

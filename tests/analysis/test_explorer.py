@@ -1,4 +1,4 @@
-"""The explorer shows, in a real browser without a network, the numbers that Python computes."""
+"""The explorer shows the numbers of Python in an offline browser."""
 
 import copy
 import math
@@ -19,8 +19,8 @@ from locality.errors import UserError
 from locality.models import build
 from locality.models.initialisations import transform
 
-# Relative error of an attention: queries and keys are rounded to 11 bits and scores reach 25,
-# so that they are off by 25 · 2⁻¹⁰ at most.
+# Relative error of an attention: queries and keys are rounded to 11 bits and scores reach 25, so
+# the error is at most 25 · 2⁻¹⁰.
 FACTOR = 2.5e-2
 SMALL = Preprocessing(img_size=8, mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0)
 
@@ -136,7 +136,7 @@ def test_numbers_on_the_page_are_the_attention_of_the_patch_pointed_at(
         assert distance == pytest.approx((patches * away).sum(), rel=2 * FACTOR)
         gate = maps.gate
         assert gate is None or f"{gate[head].item():.3f}" in text
-        # The same head is marked in every place: its maps and its dots in the plots.
+        # The head is marked in its maps and in the plots.
         assert page.locator(".dot.hovered").count() == (1 if gate is None else 2)
         dot = page.locator(".dot.hovered").first
         assert dot.get_attribute("data-layer") == str(layer)
@@ -234,7 +234,7 @@ def test_nothing_is_covered_or_cut_off(open_ready, shaken, images, tmp_path, wid
     click(page, 2, 2)
     if width > 1000:
         low = page.locator("#controls summary").bounding_box()
-        assert low["y"] + low["height"] <= height  # every control is in sight
+        assert low["y"] + low["height"] <= height  # every control is visible
     page.locator("summary").first.click()
     page.locator(".large canvas").first.hover()
     assert page.outside() == []
@@ -242,7 +242,7 @@ def test_nothing_is_covered_or_cut_off(open_ready, shaken, images, tmp_path, wid
     assert page.evaluate(CLIPPED) == 0
     panel, plots = (page.locator(name).bounding_box() for name in ("#controls", "#plots"))
     assert panel["y"] + panel["height"] <= plots["y"]
-    assert page.locator("h2").filter(has_text="DeiT <b>&").count() == 2  # shown, not interpreted
+    assert page.locator("h2").filter(has_text="DeiT <b>&").count() == 2  # escaped
 
 
 def test_axes_are_named_and_layers_summed_up(open_ready, file, subjects, images):
@@ -267,7 +267,7 @@ def test_axes_are_named_and_layers_summed_up(open_ready, file, subjects, images)
 def test_controls_that_would_do_nothing_are_hidden(open_ready, subjects, images, tmp_path):
     deit = open_ready(write_explorer(subjects[2:], images[:1], tmp_path / "deit.html"))
     assert deit.locator("#modes").is_hidden()
-    # A ConViT's layers have different tokens, since its class token comes late.
+    # A ConViT's class token enters late, so its layers have different tokens.
     convit = open_ready(write_explorer(subjects[:1], images[:1], tmp_path / "convit.html"))
     assert convit.locator("#rollout").is_hidden()
 
@@ -297,7 +297,7 @@ def test_rollout_is_the_product_of_all_layers(open_ready, subjects, images, tmp_
 
 
 def test_keys_on_coarser_grids(open_ready, shaken, tmp_path):
-    """CvT: each stage has its own grid, and its keys a coarser one."""
+    """In CvT, each stage has its own grid, and keys have a coarser one."""
     subject = Classifier.of(shaken(build("cvt_nano")), "CvT", SMALL)
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 12, 3), np.uint8))
     page = open_ready(write_explorer([subject], [image], tmp_path / "cvt.html"))
@@ -340,7 +340,7 @@ def test_timm_models_with_registers(open_ready, shaken, tmp_path, name, prefix, 
 
 
 def test_attention_in_the_place_of_convolutions(open_ready, tmp_path):
-    """A stride leaves tokens without a query, and zero padding takes its part of the border."""
+    """With a stride some tokens have no query; padding receives attention at the border."""
     torch.manual_seed(0)
     network = build("timm/test_resnet", num_classes=10, img_size=32)
     subject = Classifier.of(transform(network, "stage2", alpha=2.0), "ResNet")

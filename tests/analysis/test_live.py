@@ -1,4 +1,4 @@
-"""The live page computes in JavaScript what PyTorch does, and shows it to everybody."""
+"""The live page's JavaScript matches PyTorch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMES = ("convit_nano", "deit_nano")
 PARTS = ("content", "position", "mixed")
 GATES = {-1: position_off, 0: lambda _: contextlib.nullcontext(), 1: content_off}
 
-# One way of writing each digit: strokes as points of a square of 100.
+# Strokes of each digit, as points of a 100×100 square.
 DRAWINGS = json.loads(Path(__file__).with_name("drawings.json").read_text())
 
 
@@ -54,7 +54,7 @@ def file(trained, examples, tmp_path_factory):
 
 
 def computed(page, model, example, gate=0.0, strength=1.0):
-    """What the page computes: logits, and by layer the gates and every head's maps."""
+    """The page's logits, and each layer's gates and head maps."""
     logits, layers = page.evaluate(
         """([model, example, gate, strength]) => {
             const { logits, layers } = live.forward(live.models[model], live.examples[example],
@@ -158,7 +158,7 @@ def test_drawings_are_recognised(open_ready, file, trained):
     for digit in DRAWINGS:
         draw(page, digit)
         right += page.locator(".model .prediction strong").first.inner_text() == digit
-        # What is seen is an image of 8×8 like any other, and Python answers the same.
+        # The drawing is an 8×8 image; Python gives the same prediction.
         pixels = np.array(page.evaluate("Array.from(live.state.pixels)"), np.uint8)
         true = trained[0]([Image.fromarray(pixels.reshape(8, 8, 3))])[0]
         shown = page.locator(".model").first.locator(".bars b").all_text_contents()
@@ -193,7 +193,7 @@ def test_sliders_move_gates_and_a_button_puts_them_back(open_ready, file, traine
     for gate in (-1, 1):
         page.evaluate("document.querySelector('.model').dataset.right = ''")
         slide(page, "gate", 100 * gate)
-        assert page.locator("#strength").is_disabled() == (gate == -1)  # nothing has a position
+        assert page.locator("#strength").is_disabled() == (gate == -1)  # no position in any layer
         assert int(counted(page, 0)) == truth[gate]
     slide(page, "strength", -100)
     page.locator("#trained").click()
@@ -290,7 +290,7 @@ def test_nothing_is_cut_or_covered(open_ready, file, size, scheme):
     for chosen in ("#pad", "#grid", "#clear", "#gate", "#strength", "#thumbnails button >> nth=19"):
         node = page.locator(chosen)
         node.scroll_into_view_if_needed()
-        # What lies in the middle of it is the control itself.
+        # The control's centre is not covered.
         assert node.evaluate(
             """(node) => { const box = node.getBoundingClientRect();
             return node.contains(document.elementFromPoint(box.x + box.width / 2,
@@ -342,7 +342,7 @@ def test_what_cannot_be_live_is_refused(shaken, trained, tmp_path):
 
 @pytest.fixture(scope="module")
 def photographs(tmp_path_factory):
-    """A run of `convit_micro` on 600 images in five classes, of three steps."""
+    """A three-step run of `convit_micro` on 600 images in five classes."""
     folder = tmp_path_factory.mktemp("photographs")
     generator = np.random.default_rng(0)
     for number, name in enumerate(("bridge", "castle", "harbour", "market", "tower")):
@@ -374,7 +374,7 @@ def test_the_page_of_a_run_of_ones_own(open_ready, photographs, tmp_path, capsys
     shown = np.array(page.evaluate("Array.from(live.examples[1])"), np.uint8).reshape(32, 32, 3)
     expected = subject.logits(subject.prepare([Image.fromarray(shown)]))[0]
     logits, layers = computed(page, 0, 1)
-    # Weights of a run are rounded to half precision.
+    # The page rounds weights to half precision.
     np.testing.assert_allclose(logits, expected, atol=1e-2)
     assert len(layers) == 8 and len(layers[0]["heads"]) == 9
     assert nonlocality(

@@ -1,4 +1,4 @@
-"""Masks change what they say, exactly, and leave nothing behind."""
+"""Masks have the exact effect and restore the parameters."""
 
 import pytest
 import timm
@@ -12,7 +12,7 @@ from locality.models import build
 
 
 class Positional(nn.Module):
-    """A layer of positional attention alone, built from a gated layer's weights."""
+    """Positional attention only, built from a gated layer's weights."""
 
     def __init__(self, gated):
         super().__init__()
@@ -26,7 +26,7 @@ class Positional(nn.Module):
 
 
 class Content(nn.Module):
-    """A layer of ordinary self-attention, built from a gated layer's weights."""
+    """Ordinary self-attention, built from a gated layer's weights."""
 
     def __init__(self, gated):
         super().__init__()
@@ -62,7 +62,7 @@ def test_everything_is_restored_bit_for_bit(mask, convit, images):
     assert all(torch.equal(value, before[name]) for name, value in convit.state_dict().items())
     with pytest.raises(KeyError), mask(convit):
         raise KeyError
-    # The very same parameters, so that an optimiser made before still owns them.
+    # The same parameter objects, so an existing optimiser still owns them.
     assert all(parameter is owners[name] for name, parameter in convit.named_parameters())
 
 

@@ -1,4 +1,4 @@
-"""Closed forms, in double precision, of everything that is measured on an attention map."""
+"""Measures of attention maps against closed forms, in double precision."""
 
 import math
 
@@ -21,7 +21,7 @@ def uniform(queries: int, keys: int) -> torch.Tensor:
 def test_uniform_attention_looks_the_mean_distance_away(grid):
     height, width = grid
     n = height * width
-    # How many pairs are a rows and b columns apart is known: (H − |a|)(W − |b|).
+    # (H − |a|)(W − |b|) pairs are a rows and b columns apart.
     expected = (
         math.fsum(
             (height - abs(a)) * (width - abs(b)) * math.hypot(a, b)
@@ -44,7 +44,7 @@ def test_one_hot_attention_looks_as_far_as_its_offset(grid):
     expected = 0.0
     for row in range(height):
         for column in range(width):
-            # What lies outside falls on the last patch inside.
+            # Outside positions fall on the last patch inside.
             to_row, to_column = min(row + down, height - 1), min(column + right, width - 1)
             attention[0, 0, row * width + column, to_row * width + to_column] = 1
             expected += math.hypot(to_row - row, to_column - column) / n
@@ -77,7 +77,7 @@ def test_convolutional_initialisation_at_strength_two():
 def test_class_token_is_left_out_and_rows_renormalised():
     torch.manual_seed(0)
     patches = torch.rand(2, 3, 20, 20, dtype=torch.float64).softmax(-1)
-    # The class token takes a third of every row, and looks wherever it likes.
+    # The class token takes a third of every row; its own row is random.
     with_token = torch.zeros(2, 3, 21, 21, dtype=torch.float64)
     with_token[..., 1:, 0] = 1 / 3
     with_token[..., 1:, 1:] = patches * 2 / 3
@@ -93,8 +93,8 @@ def test_class_token_is_left_out_and_rows_renormalised():
 
 def test_rows_given_to_the_class_token_alone_say_nothing():
     attention = torch.zeros(1, 1, 5, 5, dtype=torch.float64)
-    attention[..., 0] = 1  # every patch looks at the class token,
-    attention[0, 0, 1, 0], attention[0, 0, 1, 4] = 0.5, 0.5  # but one also looks across the grid
+    attention[..., 0] = 1  # every patch attends to the class token,
+    attention[0, 0, 1, 0], attention[0, 0, 1, 4] = 0.5, 0.5  # but one also attends across the grid
     measured = measures.nonlocality(attention, (2, 2), prefix_tokens=1)
     assert measured.item() == pytest.approx(math.sqrt(2), abs=1e-12)
 
@@ -110,7 +110,7 @@ def test_keys_on_a_coarser_grid_lie_where_their_convolution_is_centred():
         torch.meshgrid(torch.arange(5.0), torch.arange(6.0), indexing="ij")
     ).double()
     centres = conv(places[None])[0]
-    # In the interior, where the kernel is not cut by the border, the mean place is the centre.
+    # Where the border does not cut the kernel, the mean position is the centre.
     assert centres[:, 1, 1].tolist() == pytest.approx([2, 2])
     assert away[0, 4].item() == pytest.approx(math.hypot(2, 2))  # query (0, 0) to key (1, 1)
     assert away[3 * 6 + 5, 8].item() == pytest.approx(math.hypot(1, 1))  # (3, 5) to key at (4, 4)
@@ -130,7 +130,7 @@ def test_uniform_attention_of_all_grids_is_one_value_in_the_common_unit():
     assert len({tuple(layer["grid"]) for layer in layers}) > 1
     assert found == pytest.approx([everywhere] * len(layers), rel=1e-5) and everywhere == 1
     assert "uniform" in unit
-    # Half of a stage's queries look one token to the right: half a token on average.
+    # Half of the queries attend one token to the right: half a token on average.
     grid = (4, 4)
     local = torch.zeros(1, 1, 16, 16)
     for query in range(16):

@@ -1,4 +1,4 @@
-"""What is measured over training: the run's own weights, nothing lost, nothing changed."""
+"""Measuring over training uses the run's weights and does not change the run."""
 
 import json
 
@@ -30,7 +30,7 @@ def config(**changes) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run that kept its weights every second step."""
+    """A run with a snapshot every second step."""
     folder = tmp_path_factory.mktemp("measured")
     train(config(**{"schedule.snapshot_every": 2.0}), folder, quiet=True)
     return folder
@@ -60,7 +60,7 @@ def test_what_is_recorded_is_what_is_measured_and_outlives_the_snapshots(run):
     found = json.loads((run / TRAJECTORY).read_text())
     assert found == trajectory(run) == measure_trajectory(run, images=20)
     (run / TRAJECTORY).unlink()
-    record_missing([run])  # of a run that was measured before, what is missing
+    record_missing([run])  # measures only missing snapshots
     assert recorded_trajectory(run)["steps"] == [0, 2, 4, 6]
 
 

@@ -1,4 +1,4 @@
-"""Measures are those of the real forward pass; the released variant is what the script measures."""
+"""Measures use the real forward pass; the released variant matches the authors' script."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Taps show the attention that the forward pass uses, and leave the forward pass alone."""
+"""Captured attention is the forward pass's; logits are unchanged."""
 
 import pytest
 import timm
@@ -69,7 +69,7 @@ def test_rows_sum_to_one_and_mixed_is_the_gated_sum(any_model):
 
 @torch.no_grad()
 def test_captured_attention_is_what_the_module_computes_with(any_model):
-    """mixed · V, projected, is the module's output: the maps are not merely plausible."""
+    """mixed · V, projected, equals the module's output."""
     model, images = any_model[0].double(), any_model[1].double()
     outputs = []
     for _, module in attention_layers(model):
@@ -112,7 +112,7 @@ def test_maps_are_those_of_timms_own_softmax(shaken, name, img_size, prefix):
     images, true = torch.randn(2, 3, *model.img_size), []
     for _, module in attention_layers(model):
         module.fused_attn = False
-        # What timm drops out is its attention.
+        # timm's attention dropout sees its attention.
         module.attn_drop.register_forward_hook(lambda _, args, __: true.append(args[0]))
     with capture(model) as views:
         model(images)
@@ -154,7 +154,7 @@ def test_gradients_pass_as_without_taps(convit, images):
         with_taps = gradients()
     assert all(torch.equal(a, b) for a, b in zip(without, with_taps, strict=True))
     assert not any(view.maps.mixed.requires_grad or view.input.requires_grad for view in views)
-    convit.set_grad_checkpointing()  # recomputed blocks are seen once
+    convit.set_grad_checkpointing()  # recomputed blocks are captured once
     with capture(convit) as views:
         gradients()
     assert [view.index for view in views] == [0, 1, 2, 3]

@@ -1,4 +1,4 @@
-"""What the tests of weights share."""
+"""Fixtures for tests of weights."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 @pytest.fixture(autouse=True)
 def _offline_and_clean(tmp_path_factory, monkeypatch):
-    """No test reaches for the network, or finds what lies in the user's cache."""
+    """Keep tests off the network and the user's cache."""
     monkeypatch.setenv("LOCALITY_HOME", str(tmp_path_factory.mktemp("home")))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture(scope="session")
 def randomise() -> Callable[[nn.Module], nn.Module]:
-    """Puts random numbers in every tensor: initial zeros and ones would hide a mix-up."""
+    """Fill every tensor with random numbers, since zeros and ones would hide a mix-up."""
 
     def fill(model: nn.Module) -> nn.Module:
         generator = torch.Generator().manual_seed(0)
@@ -36,7 +36,7 @@ def randomise() -> Callable[[nn.Module], nn.Module]:
 
 @pytest.fixture(scope="session")
 def assert_bitwise() -> Callable[[dict[str, Tensor], dict[str, Tensor]], None]:
-    """Same names, same numbers, same types."""
+    """Assert equal names, values and types."""
 
     def check(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert one.keys() == other.keys()

@@ -1,4 +1,4 @@
-"""Files and folders of any format: recognised, or refused with the file and the cause."""
+"""Files and folders of any format are recognised, or refused with file and cause."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from locality.cli import main
 from locality.errors import UserError
 from locality.models import build
 
-# The smallest model of each format's family whose weights tell what it is, but for transformers'
-# activation, of which its code has only one.
+# The smallest model per format that its weights identify (transformers has only one activation).
 MODELS = {
     "locality": ("convit_nano", {}),
     "convit": ("convit_nano", {}),
@@ -143,7 +142,7 @@ def test_two_models_in_one_state_dict_are_an_error_until_one_is_named(held, tmp_
         assert all(torch.equal(found[name], one[name]) for name in one)
 
 
-# What can be wrong with a file, made from a sound one; and what the error says about it.
+# Faults of a file, made from a valid one, and words of the error.
 
 
 def truncated(path, state):

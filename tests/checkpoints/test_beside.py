@@ -1,4 +1,4 @@
-"""What timm and transformers write beside weights is read: everything equals their own library."""
+"""Configuration files of timm and transformers are read; results equal their library's."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def same_as_transformers(model, processor, folder, image):
     pixels = processor(image, return_tensors="pt")["pixel_values"]
     opened = open_model(folder)
     assert opened.classes == tuple(NAMES)
-    # torchvision's resizing of tensors, which theirs is, rounds now and then to a neighbour of 256.
+    # transformers resizes tensors with torchvision, which may round to a neighbouring level.
     step = 2.01 / 255 / min(opened.preprocessing.std)
     torch.testing.assert_close(opened.prepare([image]), pixels, atol=step, rtol=0)
     with torch.no_grad():

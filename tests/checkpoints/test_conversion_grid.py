@@ -1,7 +1,7 @@
-"""Every family × every option × every format: the same function, or one sentence.
+"""Every family × option × format converts to the same function, or is refused.
 
-The other side's function is computed by its own code where that is installed (timm, transformers),
-and for Microsoft's format by a reference written from the description of its files.
+The reference is the other library's code where installed (timm, transformers). For Microsoft's
+format it is an implementation from the description of its files.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def transformers(state: dict[str, Tensor], images: Tensor, config: CvTConfig) ->
 
 
 def microsoft(state: dict[str, Tensor], images: Tensor, config: CvTConfig) -> Tensor:
-    """What Microsoft's code computes: its settings are those of each stage, never a block's."""
+    """Reference for Microsoft's code, which has settings per stage, not per block."""
     x = images
     for s, stage in enumerate(config.stages):
         layer = _Layers(state, f"stage{s}.")
@@ -195,7 +195,7 @@ def microsoft(state: dict[str, Tensor], images: Tensor, config: CvTConfig) -> Te
 
 
 class _Layers:
-    """The tensors below a prefix, and the layers that they are of."""
+    """The tensors below a prefix, and their layers."""
 
     def __init__(self, state: dict[str, Tensor], prefix: str) -> None:
         self.state, self.prefix = state, prefix
@@ -236,7 +236,7 @@ REFERENCES = {
 
 
 def check(model, to: str, folder: Path, capsys, seen: dict[str, int]) -> None:
-    """One cell: convert, compare with the other side's function, read back."""
+    """One case: convert, compare with the reference, read back."""
     source, target = save(model, folder / "ours"), folder / f"{to}.pth"
     target = target if to != "locality" else folder / "again"
     code = main(["convert", str(source), str(target), "--to", to, "--overwrite"])
@@ -259,7 +259,7 @@ def check(model, to: str, folder: Path, capsys, seen: dict[str, int]) -> None:
     seen["equal"] += 1
 
 
-# How many of a family's options a format can hold; all others are refused.
+# Number of a family's options that a format can hold; others are refused.
 EQUAL = {
     ("convit", "locality"): 25,
     ("convit", "convit"): 16,
@@ -287,7 +287,7 @@ def test_every_option_is_equal_or_refused(family, to, tmp_path, randomise, capsy
     assert seen["equal"] == EQUAL.get((family, to), 0), seen
 
 
-# The other direction: files that their own code wrote.
+# The other direction: files written by the original code.
 
 
 def written(folder: Path, state: dict[str, Tensor]) -> Path:
@@ -297,8 +297,8 @@ def written(folder: Path, state: dict[str, Tensor]) -> Path:
 
 @pytest.mark.parametrize(("layers", "use_pos_embed"), [(0, True), (2, False), (3, True)])
 def test_timms_convit_of_any_gated_layers_is_read(layers, use_pos_embed, randomise, tmp_path):
-    """The authors' option `local_up_to_layer`: without gates nothing tells the heads, and with
-    gates alone no class token joins: the classifier reads the first patch."""
+    """The authors' option `local_up_to_layer`. Without gated layers the number of heads is unknown;
+    if all are gated, no class token joins and the classifier reads the first patch."""
     given = {"local_up_to_layer": layers, "use_pos_embed": use_pos_embed, "num_classes": 10}
     theirs = timm.models.ConVit(img_size=32, embed_dim=48, depth=3, num_heads=4, **given)
     randomise(theirs)
@@ -322,7 +322,7 @@ def test_timms_convit_of_any_gated_layers_is_read(layers, use_pos_embed, randomi
 def test_microsofts_weights_and_settings_give_microsofts_logits(
     options, randomise, tmp_path, capsys, caplog
 ):
-    """Without settings what is assumed is said."""
+    """Without settings, the assumptions are logged."""
     fields = {name: value for name, value in CVT.items() if name != "embedding"} | options
     model = randomise(build("cvt_13", **fields))
     images = torch.randn(2, 3, *model.img_size)

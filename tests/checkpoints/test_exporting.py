@@ -1,4 +1,4 @@
-"""Exported graphs compute what the model computes; and whatever can be opened is opened alike."""
+"""Exported graphs match the model, and every source opens the same way."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from locality.errors import UserError
 from locality.models import VARIANTS, build
 from locality.models.config import CvTConfig, StageConfig
 
-# A model of each kind, small enough to be traced in seconds; and the sizes its graph must take.
+# A small model of each kind, and the sizes its graph must take.
 PATCHES = StageConfig(16, 2, 1, embed_kernel=7, embed_stride=4, embed_padding=2)
 COARSER = StageConfig(24, 2, 1)
 CVT = CvTConfig((PATCHES, COARSER), img_size=32, num_classes=10)
@@ -44,7 +44,7 @@ MODELS = {
 CLASSES = [f"class {index}" for index in range(10)]
 
 
-# The exporter takes its time over convolutions.
+# Exporting convolutions is slow.
 SLOW = ("convit", "cvt", "psa", "cvt with positions")
 
 

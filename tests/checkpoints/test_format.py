@@ -1,4 +1,4 @@
-"""Our own format: what is saved comes back, and what does not fit together is refused."""
+"""Our format round-trips; inconsistent folders are refused."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def test_the_card_states_what_was_measured_and_nothing_else(tmp_path):
     (measured,) = data.eval_results
     assert (measured.dataset_name, measured.metric_value) == ("digits", 97.25)
     save(build("convit_nano"), tmp_path)
-    assert "%" not in (tmp_path / "README.md").read_text()  # no figure that was not measured
+    assert "%" not in (tmp_path / "README.md").read_text()  # no unmeasured figures
 
 
-# What may be wrong with a folder.
+# Faults of a folder.
 
 
 def change_config(folder, **changes):

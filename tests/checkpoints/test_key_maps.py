@@ -53,7 +53,7 @@ def test_there_and_back_is_bitwise_equal(name, key_map, fields, randomise, asser
     assert_bitwise(key_map.to_native(theirs, ours.config), state)
 
 
-# A DeiT's weights do not tell its heads; those of widths that are multiples of 64 have that many.
+# A DeiT's weights do not give its number of heads; width / 64 is assumed.
 TOLD = [case for case in CASES if case.values[1] is not DEIT or case.id == "deit_tiny"]
 
 
@@ -81,7 +81,7 @@ def test_timms_weights_give_timms_logits_in_both_directions(name, randomise, ass
     with torch.no_grad():
         torch.testing.assert_close(ours(images), theirs(images), atol=1e-5, rtol=0)
     back = key_map.from_native(ours.state_dict(), config)
-    # What the softmax cancels is lost, and nothing else.
+    # Only the bias that the softmax cancels is lost.
     biases = [f"blocks.{index}.attn.pos_proj.bias" for index in range(3)]
     assert list(key_map.dropped(config)) == (biases if name == "convit" else [])
     for dropped in key_map.dropped(config):

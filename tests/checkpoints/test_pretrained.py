@@ -1,4 +1,4 @@
-"""Models by name: public weights, one's own, and what may differ between weights and model."""
+"""Models by name: public and own weights, and allowed differences from the model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_source_names_a_model_and_a_tag():
     for row in SOURCES.values():
         assert row.model in VARIANTS and row.name.partition(".")[2]
         assert 70 < row.top1 < 90
-        # Whether the model can be built at that size.
+        # The model can be built at that size.
         with torch.device("meta"):
             assert create_model(row.name).img_size == row.preprocessing.size
 
@@ -93,7 +93,7 @@ def nowhere(*arguments, **options):
 
 @pytest.fixture
 def no_hub(monkeypatch):
-    """The hub may be asked, does not answer, and has nothing in its cache."""
+    """A hub that does not answer, with an empty cache."""
     asked = []
 
     def head(url, timeout):
@@ -115,7 +115,7 @@ def test_offline_the_error_says_which_file_and_where_to_put_it(no_hub, monkeypat
 
 
 def test_a_hub_that_does_not_answer_is_asked_once(no_hub):
-    """Its own client asks again for half a minute."""
+    """The client by itself retries for half a minute."""
     with pytest.raises(UserError, match="convit_tiny"):
         resolve.locate_weights(source("convit_tiny"))
     with pytest.raises(UserError, match="timm/vit_tiny_patch16_224"):
@@ -163,7 +163,7 @@ def test_the_hubs_file_is_used(tiny_state, tmp_path, monkeypatch):
     assert torch.equal(opened.model.head.weight, tiny_state[1]["head.weight"])
 
 
-# What may differ.
+# Allowed differences.
 
 
 def test_another_number_of_classes_keeps_a_fresh_classifier_and_says_so(weights, caplog):
@@ -246,7 +246,7 @@ def test_what_shapes_do_not_tell_has_to_agree_too(name, made_with, given, tmp_pa
     ("name", "fields"),
     [
         (NANO, {"drop_rate": 0.1, "locality_strength": 0.5, "freeze_gating": True}),
-        # The same network, said block by block.
+        # The same network, with settings per block.
         ("cvt_nano", {"kv_stride": ((2,), (2,), (2,)), "mlp_ratio": ((4.0,), (4,), (4.0,))}),
     ],
 )

@@ -1,4 +1,4 @@
-"""Weight files from anywhere: what is read, what is refused, and that nothing in them runs."""
+"""Untrusted weight files: accepted, refused, never executed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def assert_same(read: dict) -> None:
 
 @pytest.fixture(params=["zip", "legacy", "plain"])
 def write_pickle(request):
-    """The three ways in which a pickle reaches disk."""
+    """Three ways to write a pickle to disk."""
 
     def write(content, path):
         if request.param == "plain":
@@ -59,7 +59,7 @@ def test_a_malicious_pickle_is_refused_in_one_sentence_and_never_run(tmp_path, w
 
 
 def test_a_namespace_with_paths_beside_the_weights_is_allowed_and_it_alone(tmp_path):
-    """What the authors' submitit script writes; a path is read as a pure one, which has no file."""
+    """As written by the authors' submitit script; paths load as pure paths, without file access."""
     classes = {entry[0] if isinstance(entry, tuple) else entry for entry in ALLOWED_CLASSES}
     assert classes == {argparse.Namespace, pathlib.PurePosixPath, pathlib.PureWindowsPath}
     path = tmp_path / "convit_tiny.pth"
@@ -152,7 +152,7 @@ def long1(value: int) -> bytes:
     return b"\x8a" + bytes([len(data)]) + data
 
 
-PRIME = 2**61 - 1  # of Python's hash of numbers
+PRIME = 2**61 - 1  # Python hashes integers modulo this
 COUNT = 20_000
 KEYS = [long1(PRIME * k) for k in range(1, COUNT)]
 TUPLES = [b"K\x01" + key + b"\x86" for key in KEYS]

@@ -1,4 +1,4 @@
-"""ONNX graphs that were tampered with: refused in a sentence, within seconds."""
+"""Tampered ONNX graphs are refused within seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WEIGHT = np.random.default_rng(0).standard_normal((3 * 8 * 8, 10)).astype(np.flo
 
 
 def linear(description: dict | None = None) -> onnx.ModelProto:
-    """A linear classifier of images of 8×8, described as a model that has as many classes."""
+    """A linear classifier of 8×8 images, described as a model of the same number of classes."""
     value = helper.make_tensor_value_info
     graph = helper.make_graph(
         [
@@ -46,7 +46,7 @@ def constants(model, **values):
 
 
 def after(model, *nodes):
-    """Nodes behind the classifier, whose answer they take as "before"."""
+    """Nodes after the classifier, whose output is their input "before"."""
     model.graph.node[-1].output[0] = "before"
     model.graph.node.extend(helper.make_node(*node[:3], **dict(node[3:])) for node in nodes)
 
@@ -193,5 +193,5 @@ def test_a_graph_that_was_tampered_with_is_refused(kind, tmp_path):
     began = time.monotonic()
     with pytest.raises(UserError, match=named) as caught:
         open_model(path)
-    assert time.monotonic() - began < 60  # 20 on a machine that does nothing else
+    assert time.monotonic() - began < 60  # 20 on an idle machine
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""What cannot work ends in one clear sentence and code 2, before any training."""
+"""Bad input ends with one sentence and code 2, before training."""
 
 import os
 

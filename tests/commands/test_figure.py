@@ -1,4 +1,4 @@
-"""`locality figure` draws from an image to where it was asked for."""
+"""`locality figure` draws from an image to `--output`."""
 
 import numpy as np
 import pytest

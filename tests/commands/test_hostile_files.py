@@ -1,7 +1,6 @@
-"""Hostile and strange files, through the commands: each is refused in one sentence that names it.
+"""Commands refuse hostile and odd files in one sentence that names the file.
 
-Every case runs in a process of its own, forked from one that has imported everything, with a limit
-of 2 GB and 20 s.
+Each case runs in a process forked after all imports, limited to 2 GB and 20 s.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from safetensors.torch import load_file, save_file
 import locality
 from locality.cli import main
 
-# A command takes up to 1 GB before it reads a file; the child starts with what pytest holds.
+# A command takes up to 1 GB before it reads a file; the child starts with pytest's memory.
 SECONDS, MEMORY = 20, 1 << 30
 TRAINING = (
     "train digits --schedule.steps 2 --schedule.eval_every 1 --schedule.warmup 0 "
@@ -46,7 +45,7 @@ IMAGE, SAVED, RUN, FILE = "photo.png", "saved", "run", "weights.pth"
 
 @pytest.fixture(scope="session")
 def sound(tmp_path_factory):
-    """A folder with a saved model, a finished run and an image, all of them whole."""
+    """A folder with an intact saved model, finished run and image."""
     root = tmp_path_factory.mktemp("sound")
     torch.manual_seed(0)
     locality.save(locality.create_model("convit_nano"), root / SAVED)
@@ -62,7 +61,7 @@ Damage = Callable[[Path], None]
 
 
 def write(name: str, content: bytes | str | Callable[[], bytes]) -> Damage:
-    """A file; content that is large is made when it is written."""
+    """Write a file; large content is built when it is written."""
 
     def damage(root: Path) -> None:
         path, made = root / name, content() if callable(content) else content
@@ -119,7 +118,7 @@ def edit(name: str, **changes: object) -> Damage:
 
 
 def unfinished(*damages: Damage) -> Damage:
-    """The run has no result, so that it goes on; then `damages`."""
+    """Remove the run's result, so it resumes; then apply `damages`."""
 
     def damage(root: Path) -> None:
         (root / RUN / "result.json").unlink()
@@ -149,7 +148,7 @@ def replaced(name: str, old: str, new: str) -> Damage:
 
 
 def gzip_bomb(name: str, of: bytes) -> Damage:
-    """A gzip file of one line, ever again, to 1 GB."""
+    """A gzip file of one line repeated to 1 GB."""
 
     def damage(root: Path) -> None:
         with gzip.open(root / name, "wb", compresslevel=1) as file:
@@ -171,7 +170,7 @@ def safetensors(header: bytes, body: bytes = b"") -> bytes:
 
 
 def metadata(value: str) -> Damage:
-    """The saved model's weights as one file with another description."""
+    """The saved model as one file with another description."""
 
     def damage(root: Path) -> None:
         state = load_file(root / SAVED / "model.safetensors")
@@ -181,19 +180,19 @@ def metadata(value: str) -> Damage:
 
 
 def keys_of_one_hash(count: int) -> bytes:
-    """A pickled dictionary whose keys are numbers of one hash."""
+    """A pickled dictionary whose integer keys share a hash."""
     keys = ((number * (2**61 - 1)).to_bytes(10, "little") for number in range(1, count))
     return archive("data.pkl", b"\x80\x02}(" + b"".join(b"\x8a\x0a%bN" % k for k in keys) + b"u.")
 
 
 def tensor_header(count: int, size: int) -> bytes:
-    """A header of safetensors with so many tensors of so many numbers."""
+    """A safetensors header of `count` tensors of `size` numbers."""
     entry = b'"t%d":{"dtype":"F32","shape":[%d],"data_offsets":[0,%d]}'
     return b"{" + b",".join(entry % (n, size, 4 * size) for n in range(count)) + b"}"
 
 
 def compared(plan: str) -> Damage:
-    """A folder of images in two classes, and the plan of a comparison on them."""
+    """Images in two classes, and the plan of a comparison on them."""
 
     def damage(root: Path) -> None:
         write("made/plan.yaml", plan)(root)
@@ -204,7 +203,7 @@ def compared(plan: str) -> Damage:
 
 
 def checkpoint(payload: bytes) -> Damage:
-    """A run's checkpoint whose checksum is right and whose content is `payload`."""
+    """A run's checkpoint with content `payload` and a valid checksum."""
     header = f"locality checkpoint 1 {hashlib.sha256(payload).hexdigest()} {len(payload):020d}\n"
 
     def damage(root: Path) -> None:
@@ -262,13 +261,13 @@ def rows(width: int, count: int) -> bytes:
 
 
 def bmp_in_run_lengths(side: int) -> bytes:
-    """A pixel of each row, the others left out."""
+    """A BMP with one pixel per row, the rest omitted."""
     header = struct.pack("<IiiHHIIiiII", 40, side, side, 1, 8, 1, 0, 0, 0, 256, 0)
     return b"BM" + struct.pack("<IHHI", 0, 0, 0, 1078) + header + bytes(1024) + b"\1\0\0\0" * side
 
 
 def parquet(image: bytes, labels: list[int]) -> Damage:
-    """A Parquet file that holds an image once, for all labels."""
+    """A Parquet file with one image stored once for all labels."""
 
     def damage(root: Path) -> None:
         pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -283,7 +282,7 @@ def parquet(image: bytes, labels: list[int]) -> Damage:
 
 
 def table_naming(name: str) -> Damage:
-    """A table of four sound images and another."""
+    """A table of four valid images and `name`."""
 
     def damage(root: Path) -> None:
         for number in range(4):
@@ -325,7 +324,7 @@ REPORT = "report run --output report.html"
 COMPARE = "compare images --steps 2 --output made"
 RECORDED = "reproduce convit/table-2 --finished --recorded runs.jsonl.gz --runs made --output made"
 
-# (command, what its sentence names) → what is wrong, and what is done to the folder.
+# (command, words of its error) → fault, and damage to the folder.
 GROUPS: dict[tuple[str, str], dict[str, Damage]] = {
     (PREDICT, IMAGE): {
         "a pipe": pipe(IMAGE),
@@ -533,7 +532,7 @@ GROUPS: dict[tuple[str, str], dict[str, Damage]] = {
     },
 }
 
-# The files of a run → contents that a report refuses.
+# Files of a run → contents that a report refuses.
 REPORTED: dict[str, tuple[bytes | str | Damage, ...]] = {
     "result.json": ('{"top1": 1, "steps": [2]}', '{"top1": 1e999}', '{"steps": 2}'),
     "environment.json": ("7", '{"starts": 3}', b"\xff"),
@@ -617,7 +616,7 @@ def test_large_images_are_shrunk_one_at_a_time(sound, tmp_path):
         code, said, _, memory = in_a_child(f"predict {folder} --model saved", folder)
         assert code == 0, said
         peaks.append(memory)
-    # One of them decoded to RGB takes 243 MB; the tests' own process, forked, takes what it may.
+    # One of them decoded to RGB takes 243 MB; the forked test process has its own usage.
     assert peaks[1] - peaks[0] < 243e6, peaks
 
 
@@ -631,8 +630,7 @@ def test_names_reach_the_terminal_without_control_characters(sound, tmp_path):
 
 
 def in_a_child(command: str, root: Path) -> tuple[int, str, float, int]:
-    """The exit code of a command run in `root`, what it printed to stderr, seconds and bytes more
-    than this process has."""
+    """Exit code, stderr, seconds, and bytes beyond this process's, of a command in `root`."""
     stderr = root / "stderr"
     began = time.monotonic()
     inherited = psutil.Process().memory_info().rss

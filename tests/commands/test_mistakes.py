@@ -1,6 +1,6 @@
-"""What a new user gets wrong: one sentence and code 2, before torch is imported or anyone asked.
+"""Common mistakes end with one sentence and code 2, before torch is imported.
 
-And every option of every command either acts or is refused, in each way of using the command.
+Every option of every command has an effect or is refused, in each mode of the command.
 """
 
 import inspect
@@ -16,7 +16,7 @@ from locality.commands.parsing import Parser
 from locality.commands.train import SHORT
 from locality.settings import to_yaml
 
-# What is typed, and what the answer has to name: what was given, or what was meant.
+# Command line, and words of the error: what was given or the suggestion.
 MISTAKES = [
     ("trian", "train"),
     ("train digitz", "digits"),
@@ -124,7 +124,7 @@ MISTAKES = [
     ("reproduce all --threads 0", "threads is"),
 ]
 
-# Ways of using a command, and the options that are refused there: all others act.
+# Modes of a command, and the options refused there; all others have an effect.
 WAYS = {
     "models": "",
     "models --pretrained": "",
@@ -212,7 +212,7 @@ print(json.dumps(answers))
 
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory):
-    """Commands → exit code (or what stopped them), error, seconds; in a process without torch."""
+    """Command → exit code (or exception), error, seconds; in a process without torch."""
     root = tmp_path_factory.mktemp("mistakes")
     run = root / "runs" / "photos"
     run.mkdir(parents=True)
@@ -254,7 +254,7 @@ def test_a_mistake_gets_one_sentence(mistake, mistakes):
 
 
 def parser_of(command, monkeypatch):
-    """The parser of a command, as it is when it reads."""
+    """The parser of a command, as it parses."""
     built = []
 
     class Built(Exception):
@@ -294,7 +294,7 @@ def test_every_option_acts_or_is_refused(ask, monkeypatch):
             expected.append((name, name in refused.split()))
     wrong = []
     for words, (name, refused), (code, said, _) in zip(asked, expected, ask(asked), strict=True):
-        # What is not refused goes on to torch, or to its end.
+        # Accepted commands reach the torch import, or finish.
         names_it = name in said or words[-1] in said
         if not (code == 2 and names_it if refused else code in (0, "torch is imported")):
             wrong.append((" ".join(words), code, said))
@@ -315,7 +315,7 @@ def test_an_option_may_be_written_with_dashes(command, monkeypatch):
 
 
 def test_every_option_of_every_command_has_a_value_to_be_tried_with(monkeypatch):
-    # A search is torch from its first line on; its settings are those of `train`, as finetune's.
+    # `search` imports torch first; its settings are those of `train`, like finetune's.
     commands = {way.split()[0] for way in WAYS}
     assert commands == set(COMMANDS) - {"search", "finetune"}
     for command in commands:

@@ -1,4 +1,4 @@
-"""Whatever a model is given as: every command that takes one takes it, or all say the same."""
+"""Every command that takes a model accepts all forms of it, or refuses alike."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from locality.models import build
 
 DIGITS = ["--data.dataset", "digits", "--data.workers", "0"]
 QUICK = "--img_size 32 --rounds 1 --batch_size 2"
-# Given the model, an image and a folder to write to.
+# Arguments: model, image, output folder.
 COMMANDS = {
     "predict": lambda what, image, out: ["predict", image, "--model", what],
     "eval": lambda what, image, out: ["eval", what, *DIGITS],
@@ -35,7 +35,7 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
-    """One small ConViT in every form, and where it lies."""
+    """A small ConViT in every form, by path."""
     root = tmp_path_factory.mktemp("given")
     words = (
         "--schedule.steps 4 --schedule.warmup 0 --engine.batch_size 8 --engine.tensorboard false"
@@ -52,13 +52,13 @@ def given(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def graph(given):
-    """The same as a graph, which takes seconds to make."""
+    """The same model as a graph; slow to make."""
     return export(load(given / "run"), given / "graph.onnx")
 
 
 @pytest.fixture
 def inputs(given, tmp_path, monkeypatch):
-    """What may be typed: eight kinds, and a file that is not there."""
+    """Eight kinds of source, and a missing file."""
     monkeypatch.setattr(
         resolve, "snapshot_download", lambda name, **kw: {"me/model": given / "saved"}[name]
     )
@@ -82,10 +82,10 @@ def inputs(given, tmp_path, monkeypatch):
     }
 
 
-# What is refused, by how many of the seven commands; all others do their work.
+# Number of the seven commands that refuse a kind; the others work.
 REFUSED = {
     "architecture": 6,  # speed needs no trained weights
-    "public": 1,  # its classes are not those of digits
+    "public": 1,  # its classes are not digits
     "timm": 1,
     "graph": 6,
     "missing": 7,

@@ -1,4 +1,4 @@
-"""What stands at the path that a command writes to: nothing is lost, devices and pipes get it."""
+"""Existing output paths: nothing is overwritten; devices and pipes are written to."""
 
 import os
 import shlex
@@ -17,7 +17,7 @@ TRAINED = (
     "--engine.batch_size 8 --engine.tensorboard false --record "
     "--schedule.snapshot_every 1 --output run"
 )
-# What is typed, and the file that it writes.
+# Command line, and the file it writes.
 COMMANDS = {
     "report run --output {}": "out.html",
     "explore run --count 1 --output {}": "out.html",
@@ -27,7 +27,7 @@ COMMANDS = {
     "figure gates run --output {}": "out.png",
     "figure gates run --output  {}": "out.svg",
 }
-# Those that never replace their own.
+# Outputs that are never replaced.
 WEIGHTS = {
     "convert saved {} --to convit": "out.pth",
     "convert saved  {}": "out.safetensors",
@@ -49,7 +49,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture
 def place(root, tmp_path, monkeypatch):
-    """An empty folder; the current one is `root`."""
+    """An empty folder; the working directory is `root`."""
     monkeypatch.chdir(root)
     return tmp_path
 

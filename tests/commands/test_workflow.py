@@ -1,4 +1,4 @@
-"""Whole commands as a user types them: train, look, classify, convert, report."""
+"""Whole commands: train, explore, predict, convert, report."""
 
 import csv
 import dataclasses
@@ -33,7 +33,7 @@ SHORT = [
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of four steps with its measures."""
+    """A four-step run with measures."""
     folder = tmp_path_factory.mktemp("runs") / "convit"
     assert main(["train", "digits", "--output", str(folder), "--record", *SHORT]) == 0
     return folder
@@ -74,7 +74,7 @@ def test_predictions_are_written_to_a_table(run, images, tmp_path, capsys):
     assert capsys.readouterr().out.strip() == str(file) and file.read_text() == table
     first = next(images.glob("*"))
     before = first.read_bytes()
-    assert main([*words, str(first)]) == 2  # an image is not written to
+    assert main([*words, str(first)]) == 2  # images are not overwritten
     assert first.read_bytes() == before
 
 
@@ -165,7 +165,7 @@ def test_the_command_line_repeats_every_recipe(name):
 
 
 def test_settings_from_a_file_and_by_name(tmp_path, capsys):
-    """A file changes the recipe, a name on the command line changes the file."""
+    """A file overrides the recipe; the command line overrides the file."""
     config = tmp_path / "mine.yaml"
     config.write_text("optim:\n  lr: 0.001\nschedule:\n  steps: 3\n")
     folder = tmp_path / "run"
@@ -252,7 +252,7 @@ def test_eval_refuses_classes_of_other_names(run, images, tmp_path, capsys):
 
 @pytest.fixture
 def some_bad(images, tmp_path):
-    """A hundred pictures, of which three cannot be read."""
+    """A hundred images, three of them unreadable."""
     folder = tmp_path / "hundred"
     folder.mkdir()
     good = (images / "1.png").read_bytes()
@@ -286,7 +286,7 @@ def test_names_of_files_that_are_not_text_are_written_as_they_are(run, images, t
 
 
 def test_predict_turns_images_as_the_run_did(run, tmp_path, capsys):
-    """One whose EXIF orientation says "upside down", and the same pixels turned."""
+    """An image with EXIF orientation "upside down", and the same pixels rotated."""
     shutil.copytree(run, tmp_path / "run")
     config = yaml.safe_load((run / "config.yaml").read_text())
     config["data"]["exif"] = True
@@ -340,7 +340,7 @@ def test_explore_says_what_it_leaves_out(run, some_bad, tmp_path, capsys):
 
 
 def test_a_run_goes_on_with_its_own_settings(tmp_path, capsys):
-    """However it is named; a longer one starts from its weights, by the command it is captured."""
+    """However it is named. A longer run starts from its weights."""
     folder = tmp_path / "run"
     assert main(["train", "digits", "--output", str(folder), *SHORT, "--seed=3"]) == 0
     assert main(["train", "--resume", str(folder), "--data.workers=1"]) == 0

@@ -1,4 +1,4 @@
-"""Random affine maps: what they do to an image, and how strong they are."""
+"""Random affine maps: effect on an image, and strength."""
 
 import pytest
 import torch

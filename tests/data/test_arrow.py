@@ -1,4 +1,4 @@
-"""Folders of Arrow and Parquet files, as `datasets` and others write them."""
+"""Folders of Arrow and Parquet files, as written by `datasets` and others."""
 
 import io
 from pathlib import Path
@@ -57,7 +57,7 @@ def shades(source):
 
 
 def saved(folder):
-    """An image folder as `datasets` saves it."""
+    """An image folder, saved by `datasets`."""
     datasets.load_dataset("imagefolder", data_dir=str(folder)).save_to_disk(folder / "saved")
     return folder / "saved"
 
@@ -170,7 +170,7 @@ def test_a_copy_of_parquet_files_is_said_and_made_once(tmp_path, caplog):
 
 
 def repeated(size, count):
-    """One value that the file holds once and `count` rows name."""
+    """One value stored once and referenced by `count` rows."""
     value = np.random.default_rng(0).bytes(size)
     return pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), pa.array([value]))
 

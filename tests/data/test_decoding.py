@@ -1,4 +1,4 @@
-"""Every kind of image file becomes the right RGB image, or an error that says why not."""
+"""Every kind of image file decodes to the right RGB image, or gives an error with a reason."""
 
 import errno
 import io
@@ -25,7 +25,7 @@ def chunk(kind, data):
 
 
 def png(width, height, bits, colour, rows, extra=b"", interlaced=0):
-    """A PNG written by hand, for kinds that Pillow reads but does not write."""
+    """A hand-written PNG, for kinds that Pillow cannot write."""
     header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, interlaced)
     body = zlib.compress(b"".join(b"\0" + row for row in rows))
     signature = b"\x89PNG\r\n\x1a\n"
@@ -92,7 +92,7 @@ def test_alpha_is_shown_on_white(mode, pixel, expected):
     ("ink", "expected"), [((0, 0, 0, 0), 255), ((0, 0, 0, 255), 0), ((255, 255, 255, 0), 0)]
 )
 def test_cmyk_photograph(ink, expected):
-    # As written by Adobe's programs, inverted; Pillow writes and reads that.
+    # Inverted, as Adobe's programs and Pillow write it.
     data = encoded(Image.new("CMYK", (8, 8), ink), "JPEG", quality=100)
     assert np.abs(pixels(data).astype(int) - expected).max() <= 2
 
@@ -145,7 +145,7 @@ def test_signed_tiff():
 
 
 def test_greys_of_fewer_bits():
-    # The first is packed, 0x012 and 0xFED, and says itself that 4095 is white.
+    # The first is packed, 0x012 and 0xFED; its header says that 4095 is white.
     assert pixels(grey_tiff(b"\x01\x2f\xed", 2, 12))[0, :, 0].tolist() == [0x01, 0xFE]
     data = png(4, 1, 16, 0, [struct.pack(">4H", 0, 0x12, 0xFED, 0x1000)])
     assert pixels(data, grey_bits=12)[0, :, 0].tolist() == [0, 0x01, 0xFE, 255]
@@ -170,7 +170,7 @@ def test_exif_orientation_is_an_option(orientation):
     exif[0x0112] = orientation
     data = encoded(Image.fromarray(image), "PNG", exif=exif)
     assert np.array_equal(pixels(data)[..., 0], image)
-    # EXIF 2.3, table 6: which corner of the scene the first row and column of the file show.
+    # EXIF 2.3, table 6: the scene's corner at the file's first row and column.
     turned = {
         1: image,
         2: image[:, ::-1],
@@ -194,9 +194,9 @@ def test_whatever_pillow_raises_while_converting_is_the_images_fault(monkeypatch
 
 
 def directory(fields, start):
-    """A TIFF directory that stands at `start`, with its values behind it.
+    """A TIFF directory at `start`, followed by its values.
 
-    Each field is its tag, type, count and value, or instead of that an offset.
+    A field is tag, type, count and value, or an offset instead of the value.
     """
     place, entries, values = start + 2 + 12 * len(fields) + 4, b"", b""
     for tag, kind, count, value in fields:
@@ -297,7 +297,7 @@ def test_pixel_limit():
 
 @pytest.mark.parametrize("side", [10_000, 20_000])
 def test_decompression_bomb(side):
-    # A few bytes that would unpack to 100 and 400 million pixels.
+    # A few bytes that would decode to 100 and 400 million pixels.
     data = png(side, side, 8, 0, [b""])
     assert len(data) < 100
     with warnings.catch_warnings():
@@ -322,7 +322,7 @@ def test_what_cannot_be_read_is_the_files_fault_unless_the_machine_has_no_more(
 
 
 def with_scans(count, **options):
-    """A JPEG file whose last scan is there `count` times."""
+    """A JPEG file with its last scan repeated `count` times."""
     data = encoded(Image.fromarray(RAMP).resize((64, 64)).convert("RGB"), "JPEG", **options)
     return data[:-2] + data[data.rindex(b"\xff\xda") : -2] * (count - 1) + data[-2:]
 
@@ -332,7 +332,7 @@ def test_scans_are_counted_where_all_are_decoded():
     assert decode(once).size == (64, 64)
     with pytest.raises(BadImage, match="109 scans"):
         decode(often)
-    # Bytes of a comment that look like scans are none; a scan of all components is decoded alone.
+    # Comment bytes that look like scans do not count; a scan of all components stands alone.
     image = Image.fromarray(RAMP)
     data = encoded(image, "JPEG", comment=b"\xff\xda" * 100)
     assert np.array_equal(pixels(data), pixels(encoded(image, "JPEG")))

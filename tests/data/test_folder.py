@@ -1,4 +1,4 @@
-"""Image folders: classes numbered once, nothing taken that should not be, errors that name."""
+"""Image folders: class numbers, ignored files, and errors that name files."""
 
 import os
 import shutil

@@ -51,7 +51,7 @@ def test_not_imagenet_v2(tmp_path, class_folders, name):
 
 @pytest.fixture
 def real(tmp_path, image_file):
-    """Four validation images in three classes, and their labels."""
+    """Four validation images in three classes, with labels."""
     places = {1: "n1", 2: "n2", 3: "n0", 4: "n2"}
     for number, name in places.items():
         path = tmp_path / "val" / name / f"ILSVRC2012_val_{number:08d}.JPEG"
@@ -64,7 +64,7 @@ def real(tmp_path, image_file):
 def test_real_labels_follow_the_files_numbers(real):
     root, labels = real
     source = opened("imagenet_real", root, real_labels=str(labels)).val
-    # In the folder's order n0/3, n1/1, n2/2, n2/4; image 3 has no right answer.
+    # In the folder's order n0/3, n1/1, n2/2, n2/4; image 3 has no valid label.
     assert [source.describe(index)[-15:] for index in range(3)] == [
         f"val_0000000{number}.JPEG"[-15:] for number in (1, 2, 4)
     ]

@@ -1,4 +1,4 @@
-"""Batches depend on their position alone."""
+"""Batches depend on position only."""
 
 import multiprocessing
 import os
@@ -43,7 +43,7 @@ RICH = AugmentConfig(
 
 
 class Files(ImageSource):
-    """Images as if from files: some sizes, some broken."""
+    """Images as if from files, of several sizes, some broken."""
 
     def __init__(self, count=40, broken=(), size=(12, 10)):
         self.labels = np.arange(count) % 4
@@ -110,7 +110,7 @@ def test_where_shared_memory_has_no_room_batches_go_through_pipes(digits, monkey
     whole = collect(digits.train, PAD)
     room = os.statvfs_result((4096, 4096, 1, 1, 1, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: room)
-    # Nothing is left to fail: a worker that puts a tensor into shared memory would end.
+    # A worker that put a tensor into shared memory would fail here.
     monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", None)
     assert all_same(collect(digits.train, PAD, workers=2), whole)
 
@@ -197,7 +197,7 @@ def test_images_are_decoded_once_where_all_fit_into_memory(augment, monkeypatch)
             return super().read(index)
 
     kept = collect(Counted(broken={3}), augment, stop_step=20, on_bad_image="skip")
-    once = augment.crop != "resized"  # which cuts out another part every time
+    once = augment.crop != "resized"  # which crops differently every time
     assert (len(set(reads) - {3}) == len([read for read in reads if read != 3])) == once
     evaluated = eval_loader(Counted(), SMALL, batch_size=8)
     first = list(evaluated)
@@ -234,7 +234,7 @@ def test_evaluation_is_what_timm_does(size, crop_pct):
         assert torch.equal(image, timm(source.read(index)))
 
 
-# At magnitude 10 posterize keeps 0 bits, which newer Pillow refuses.
+# At magnitude 10 posterize keeps 0 bits; newer Pillow refuses this.
 @pytest.mark.parametrize("policy", ["rand-m10-n8-inc1", "augmix-m3-w3", "original", "v0", "3a"])
 @pytest.mark.parametrize("crop", ["resized", "pad", "none"])
 def test_policies_of_timm_and_every_crop_give_the_size_asked_for(policy, crop):
@@ -282,7 +282,7 @@ def test_a_bad_image_is_replaced_by_one_that_depends_on_the_position(workers):
     assert np.array_equal(used != due, np.isin(due, (3, 17)))
     for batch in batches:
         assert np.array_equal(batch.targets, source.labels[batch.indices])
-    # Exact, too, from the middle and in other company.
+    # Also exact from the middle and in other batches.
     resumed = train_loader(source, RICH, SMALL, batch_size=8, seed=0, start_step=9, stop_step=20)
     assert all_same(list(resumed), batches[9:])
 
@@ -342,7 +342,7 @@ def test_workers_outlive_signals_to_the_whole_group(digits, number):
     received = [next(batches)]
     workers = [child for child in multiprocessing.active_children() if child not in others]
     assert len(workers) == 2
-    # From another process: a SIGTERM from this one would be meant.
+    # From another process, since this one's SIGTERM is deliberate.
     subprocess.run(["kill", f"-{number}", *(str(worker.pid) for worker in workers)], check=True)
     received += batches
     assert all_same(received, collect(digits.train, PAD, stop_step=50))
@@ -363,7 +363,7 @@ def test_workers_end_when_the_training_process_says_so(digits):
 
 @pytest.mark.parametrize("error", [ConnectionResetError(104, "reset"), EOFError(), RuntimeError()])
 def test_an_error_that_a_killed_worker_causes_names_it(digits, error):
-    """Which one comes depends on the instant: its connection, its queue or its memory is gone."""
+    """The error depends on timing: connection, queue or shared memory is gone."""
     loader = train_loader(digits.train, PAD, SMALL, batch_size=8, seed=0, stop_step=9)
     worker = subprocess.Popen(["sleep", "60"])
 
@@ -398,7 +398,7 @@ for batch in batches:
 
 
 def alive(pid):
-    # Where nobody collects orphans, a process that has ended stays listed as a zombie.
+    # Without a reaper, ended processes remain as zombies.
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -8,7 +8,7 @@ from locality.errors import UserError
 
 
 def places_and_kinds(image):
-    """Row, column and pattern of each place that is a motif: all its pixels are 224 or 32."""
+    """Row, column and pattern of each motif: all its pixels are 224 or 32."""
     patches = image.reshape(GRID, MOTIF, GRID, MOTIF).swapaxes(1, 2)
     found = np.argwhere(np.isin(patches, (32, 224)).all(axis=(2, 3)))
     return [(row, column, patches[row, column].tobytes()) for row, column in found]

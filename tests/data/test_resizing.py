@@ -1,4 +1,4 @@
-"""The evaluation crop: timm's pixels, and no more memory for thin images than for others."""
+"""The evaluation crop matches timm's pixels; thin images need no extra memory."""
 
 import contextlib
 import resource
@@ -32,7 +32,7 @@ def noise(width, height):
 
 @contextlib.contextmanager
 def limited_memory(more):
-    """Of this process, in bytes beyond what it has."""
+    """Limit memory to `more` bytes beyond current use."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
     held = psutil.Process().memory_info().data
     resource.setrlimit(resource.RLIMIT_DATA, (held + more, before[1]))

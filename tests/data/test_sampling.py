@@ -36,7 +36,7 @@ def test_permutation_is_one_to_one_and_onto(size, seed):
     positions=st.lists(st.integers(0, 10**12), min_size=1, max_size=20),
 )
 def test_a_sample_is_a_function_of_its_position(size, seed, repeats, positions):
-    """Whatever is asked for beside it, and however the positions are grouped."""
+    """Independent of other requests and of grouping."""
     together = sample_order(positions, size, seed, repeats)
     assert together.tolist() == [int(sample_order(p, size, seed, repeats)[0]) for p in positions]
     assert ((together >= 0) & (together < size)).all()
@@ -54,7 +54,7 @@ def test_an_epoch_shows_as_many_samples_as_it_can_repeat(size, seed, repeats, ep
 def test_repeated_augmentation_draws_anew_in_every_epoch():
     epochs = sample_order(np.arange(300), 100, seed=0, repeats=2).reshape(3, 100)
     shown = [set(epoch.tolist()) for epoch in epochs]
-    # Two halves of one permutation would share nothing.
+    # Two halves of one permutation would not overlap.
     assert shown[0] & shown[1] and shown[0] != shown[1] != shown[2]
 
 
@@ -94,7 +94,7 @@ GOLDEN_ORDER = [1, 0, 3, 2, 4, 2, 1, 0]
 
 
 def test_keys_do_not_change_between_versions():
-    # Golden on purpose: another mixing function would silently break resuming older runs.
+    # Golden values: another mixing function would break resuming older runs.
     assert [hex(int(key)) for key in hash_seed(0, 1, np.arange(2))] == GOLDEN_KEYS
     assert sample_order(np.arange(8), 5, 0).tolist() == GOLDEN_ORDER
 
@@ -112,7 +112,7 @@ def test_repeated_augmentation_covers_an_epoch_as_timm_does(world_size):
     counts = [
         np.unique(np.unique(x, return_counts=True)[1], return_counts=True) for x in (theirs, ours)
     ]
-    # The same number of different images, each as often: all of them three times, one the rest.
+    # Equal counts: each image three times, one image the rest.
     assert len(theirs) == size
     assert [c.tolist() for c in counts[0]] == [c.tolist() for c in counts[1]]
     assert len(np.unique(ours)) == -(-size // repeats)
@@ -125,7 +125,7 @@ def draw():
 def test_seeding_covers_every_generator_and_leaves_nothing_behind():
     seed_generators(2**64 - 1)
     first = draw()
-    draw()  # odd numbers of Gaussian draws leave a spare one behind in two of the generators
+    draw()  # odd numbers of Gaussian draws leave a spare in two of the generators
     seed_generators(2**64 - 1)
     assert draw() == first
     seed_generators(2**63 + 5)

@@ -1,4 +1,4 @@
-"""Fractions are balanced, nested and seeded; splits divide every class alike."""
+"""Fractions are balanced, nested and seeded; splits are stratified."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from locality.data.sampling import balanced_fraction, class_slice, sorted_fracti
 from locality.data.sources import _digit_arrays
 from locality.errors import UserError
 
-# Sizes of the paper's Table 2, on uneven classes in no particular order.
+# Sizes of the paper's Table 2, on unbalanced, unordered classes.
 FRACTIONS = (0.05, 0.1, 0.3, 0.5, 1.0)
 LABELS = np.random.default_rng(0).permutation(np.repeat([0, 1, 2, 5], [40, 73, 20, 111]))
 
@@ -27,7 +27,7 @@ def test_a_smaller_fraction_lies_within_a_larger_one(labels, fractions, seed):
     for fraction in sorted(fractions, reverse=True):
         try:
             subset = balanced_fraction(labels, fraction, seed)
-        except UserError:  # a class would be left empty, and then so it would with any less
+        except UserError:  # a class would be empty, as with any smaller fraction
             break
         assert set(subset.tolist()) <= subsets[-1]
         subsets.append(set(subset.tolist()))
@@ -75,7 +75,7 @@ def test_a_fraction_that_empties_a_class_is_refused(choose):
 
 
 def test_classes_that_were_empty_already_do_not_matter():
-    # 3 and 4 never had an image; their numbers stay theirs.
+    # 3 and 4 have no images; class numbers are kept.
     assert set(LABELS[balanced_fraction(LABELS, 0.1, 0)].tolist()) == {0, 1, 2, 5}
     assert len(balanced_fraction([], 0.5, 0)) == 0
 
@@ -86,7 +86,7 @@ def test_a_split_divides_every_class_alike(labels, fraction, seed):
     assert sorted([*train, *val]) == list(range(len(labels)))
     counts = np.bincount(labels)
     held_out = np.bincount(labels[val], minlength=len(counts))
-    # Both sides get an image where there are two; a single one is trained on.
+    # Both sides get one of two images; a single image is for training.
     several = counts > 1
     least, most = several.astype(int), np.where(several, counts - 1, 0)
     assert np.array_equal(held_out, np.clip(np.floor(counts * fraction + 0.5), least, most))

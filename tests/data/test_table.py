@@ -17,7 +17,7 @@ from locality.errors import UserError
 
 @pytest.fixture
 def cells(tmp_path, image_file):
-    """Twelve images of three classes, listed as elpv-dataset lists its photographs."""
+    """Twelve images of three classes in elpv-dataset's format."""
     lines = []
     for number in range(12):
         image_file(tmp_path / "images" / f"cell{number:02d}.png", seed=number)
@@ -103,7 +103,7 @@ def twelve(tmp_path, image_file):
 
 
 def dialects():
-    """How a table may be written: separator, encoding, heading, quotes, line ends, padding."""
+    """Dialects: separator, encoding, heading, quotes, line ends, padding."""
     marks = [",", ";", "\t", "|", " ", "sep=;"]
     encodings = ["utf-8", "utf-8-sig", "utf-16", "utf-16-le"]
     headings = [None, "image{}label", "FILENAME{}Class", " Image {} LABEL "]

@@ -1,4 +1,4 @@
-"""torchvision's sets, from small files written here in their formats."""
+"""torchvision's datasets, from small files in their formats."""
 
 import gzip
 import hashlib
@@ -36,7 +36,7 @@ def write_pickle(path, content):
 
 @pytest.fixture
 def cifar(tmp_path, monkeypatch):
-    """A CIFAR of ten images per file, whose checksums torchvision is told."""
+    """A CIFAR of ten images per file, with matching checksums in torchvision."""
     rng = np.random.default_rng(0)
 
     def write(reader, key, names_key, classes, files):
@@ -97,7 +97,7 @@ def test_fashion_mnist_as_torchvision_downloads_it(fashion_mnist):
     for path in fashion_mnist.glob("*.gz"):
         (raw / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
     theirs = datasets.FashionMNIST(str(root))
-    splits = opened("fashion_mnist", root, download=True)  # all is there: nothing to fetch
+    splits = opened("fashion_mnist", root, download=True)  # complete: nothing to download
     image, label = theirs[7]
     assert splits.train.read(7).tobytes() == image.convert("RGB").tobytes()
     assert splits.train.labels[7] == label
@@ -119,7 +119,7 @@ def test_a_missing_or_damaged_fashion_mnist_is_named(fashion_mnist):
 
 @pytest.fixture
 def flowers(tmp_path, image_file, monkeypatch):
-    """Six flowers: two to train on, one to validate, three to test, in MATLAB's files."""
+    """Six flowers: two train, one val, three test, in MATLAB files."""
     base = tmp_path / "flowers-102"
     for number in range(1, 7):
         image_file(base / "jpg" / f"image_{number:05d}.jpg", seed=number)

@@ -1,4 +1,4 @@
-"""A folder's faults are all found and said."""
+"""All faults of a folder are reported."""
 
 import contextlib
 import os
@@ -64,7 +64,7 @@ def test_everything_that_can_be_wrong(train_val, class_folders, image_file):
     assert result.modes["L"] == 1
     assert result.sizes.width[-1] == 100 and result.sizes.height[-1] == 50
 
-    # What is said is said of each, and no longer list than asked for.
+    # Each fault is reported, and lists are limited.
     assert len(result.lines(most=2)) < len(result.lines())
     assert not imbalance({"a": 100, "b": 90}) and "9" in imbalance({"a": 100, "b": 9})
 

@@ -23,7 +23,7 @@ SMALL = Preprocessing(img_size=8, mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0)
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Both models, two seeds of one of them, and one taught by the other."""
+    """Both models, two seeds of one, and one distilled from the other."""
     root = tmp_path_factory.mktemp("runs")
     short = {
         "schedule.snapshot_every": 1.0,

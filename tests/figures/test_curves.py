@@ -1,4 +1,4 @@
-"""Curves over training: means over seeds, panels and lines as many as there is to show."""
+"""Curves over training: means over seeds, panels and lines."""
 
 import pytest
 
@@ -54,7 +54,7 @@ def test_a_panel_per_group_of_runs_and_a_line_per_layer(tmp_path):
     assert panels[0].lines[2].get_ydata() == pytest.approx([uniform] * 2)
     assert [axes.get_ylim() for axes in panels] == [(0, pytest.approx(1.05 * uniform))] * 2
     assert panels[0].lines[0].get_ydata() == pytest.approx([0, 1])
-    # Both panels show the same layers: one legend says which line is which.
+    # Both panels share one legend.
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == [
         *("layer 1", "layer 2"),

@@ -1,4 +1,4 @@
-"""Maps drawn from pictures: a panel per head, the right numbers in it, files that open."""
+"""Maps: one panel per head, correct values, valid files."""
 
 from __future__ import annotations
 

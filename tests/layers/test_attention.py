@@ -1,4 +1,4 @@
-"""The attention layers against their definitions, and against convolutions."""
+"""Attention layers against their definitions and convolutions."""
 
 import copy
 import math
@@ -81,7 +81,7 @@ def test_psa_has_one_softmax_over_the_sum():
 @pytest.mark.parametrize("grid", [(1, 1), (5, 7), (14, 14)])
 @pytest.mark.parametrize("strength", [0.5, 100.0])
 def test_psa_is_its_definition_in_half_precision_too(grid, strength):
-    """Content and position stand side by side: no N×N mask, and none rounded."""
+    """One SDPA call on concatenated content and position, without an N×N mask."""
     torch.manual_seed(0)
     layer = PositionalSelfAttention(36, 9, locality_strength=strength)
     nn.init.normal_(layer.qkv.weight[:72].data, std=0.1)
@@ -133,7 +133,7 @@ def test_psa_starts_as_a_convolution_without_content_and_its_content_gets_no_gra
 
 
 def test_convolutional_initialisation():
-    """v_pos = −α (1, −2Δ), W_val = I, λ = 1; the heads beyond k² start plain (Eq. 5)."""
+    """v_pos = −α (1, −2Δ), W_val = I, λ = 1; further heads use the default init (Eq. 5)."""
     layer = GatedPositionalSelfAttention(44, 11, locality_strength=0.5)
     offsets = kernel_offsets(3)
     torch.testing.assert_close(layer.v_pos[:9, 0], torch.full((9,), -0.5))
@@ -165,7 +165,7 @@ CONVOLUTIONS = {
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
 @torch.no_grad()
 def test_from_conv2d_is_the_convolution(kind, gating):
-    """With its zero padding and its stride, whatever the gates say, on grids of any shape."""
+    """With zero padding and stride, for any gate, on grids of any shape."""
     conv = copy.deepcopy(CONVOLUTIONS[kind]).double()
     layer = GatedPositionalSelfAttention.from_conv2d(conv, 40.0, gating)
     for grid in ((9, 11), (8, 7)):
@@ -177,7 +177,7 @@ def test_from_conv2d_is_the_convolution(kind, gating):
 
 
 def test_the_convolution_is_off_by_little_where_alpha_is_finite_and_everything_learns():
-    """The error falls like e^−α, and the gradient of v_pos with it; other gradients do not."""
+    """Error and v_pos's gradient fall like e^−α; other gradients do not."""
     torch.manual_seed(0)
     conv = nn.Conv2d(12, 12, 3, padding=1).double()
     x = tokens(12).double()
@@ -196,7 +196,7 @@ def test_the_convolution_is_off_by_little_where_alpha_is_finite_and_everything_l
 
 
 def test_a_layer_in_a_convolutions_place_shows_what_it_uses():
-    """Attention maps, times values, are what the layer computes; padding takes its part."""
+    """Attention maps times values are the layer's output; padding takes a share."""
     torch.manual_seed(0)
     layer = GatedPositionalSelfAttention.from_conv2d(CONVOLUTIONS["stride 2"], 3.0, 1.0)
     x = tokens(6)
@@ -205,7 +205,7 @@ def test_a_layer_in_a_convolutions_place_shows_what_it_uses():
     torch.testing.assert_close(layer._project(maps.mixed @ values), layer(x, GRID))
     assert maps.mixed.shape[-2:] == (math.prod(maps.query_grid), math.prod(GRID))
     torch.testing.assert_close(maps.content.sum(-1), torch.ones(maps.content.shape[:-1]))
-    corner = maps.position.sum(-1)[0, 0]  # head (−1, −1) of the first query looks over the border
+    corner = maps.position.sum(-1)[0, 0]  # head (−1, −1) of query 0 attends beyond the border
     assert corner < 0.01
     torch.testing.assert_close(
         maps.position.sum(-1)[4], torch.ones(maps.position.shape[1]), atol=0.1, rtol=0
@@ -224,7 +224,7 @@ def test_init_from_conv2d_is_the_convolution_of_the_truncated_kernel(heads, trun
     conv.weight.data = truncated_kernel(kernel, rank=4)
     x = tokens(width)
     torch.testing.assert_close(to_map(layer(x, GRID)), conv(to_map(x)), rtol=0, atol=1e-4)
-    # What was lost is what the discarded singular values say.
+    # The loss equals the discarded singular values.
     assert discarded.shape == (9, width - 4)
     torch.testing.assert_close(
         (kernel - conv.weight).square().sum(), discarded.square().sum(), rtol=1e-4, atol=1e-4
@@ -239,7 +239,7 @@ def test_init_from_conv2d_is_the_convolution_of_the_truncated_kernel(heads, trun
         (nn.Conv2d(36, 36, 3, padding=(1, 0)), 1.0, "padding"),
         (nn.Conv2d(36, 36, (3, 5), padding="same"), 1.0, "square"),
         (nn.Conv2d(36, 36, 3, stride=(1, 2)), 1.0, "square"),
-        (nn.Conv2d(36, 36, 3, padding=1), -1.0, "above 0"),  # gates closed the wrong way round
+        (nn.Conv2d(36, 36, 3, padding=1), -1.0, "above 0"),  # negative gating
     ],
 )
 def test_other_convolutions_are_refused(conv, gating, complaint):

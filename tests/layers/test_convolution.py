@@ -1,4 +1,4 @@
-"""Convolutional embedding, projection and attention: what the paper's section 3 says of them."""
+"""Convolutional embedding, projection and attention (CvT section 3)."""
 
 import copy
 
@@ -21,7 +21,7 @@ GRIDS = [(6, 6), (5, 8), (1, 7), (1, 1)]
 
 
 def randomise_norms(module):
-    """Running statistics and affine parameters that matter."""
+    """Randomise running statistics and affine parameters."""
     for norm in module.modules():
         if isinstance(norm, nn.BatchNorm2d):
             nn.init.uniform_(norm.running_var, 0.5, 2.0)
@@ -70,7 +70,7 @@ def test_embedding_is_a_convolution_and_a_norm(kernel, stride, padding, size):
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("prefix", [0, 1])
 def test_projection_is_a_depthwise_separable_convolution(grid, stride, prefix):
-    """Depth-wise conv → BatchNorm → 1×1 conv, while the class token takes the last step alone."""
+    """Depthwise conv → BatchNorm → 1×1 conv; the class token takes only the last step."""
     projection = randomise_norms(Projection(8, "conv", 3, stride)).eval()
     x = torch.randn(2, prefix + grid[0] * grid[1], 8)
     image = x[:, prefix:].transpose(1, 2).reshape(2, 8, *grid)
@@ -85,7 +85,7 @@ def test_projection_is_a_depthwise_separable_convolution(grid, stride, prefix):
 
 @pytest.mark.parametrize("kernel", [1, 3, 5])
 def test_projection_generalises_the_linear_one(kernel):
-    """With a kernel that is 1 in the centre and 0 around it, it is position-wise and linear."""
+    """With a kernel of 1 in the centre and 0 elsewhere, it is position-wise and linear."""
     projection = Projection(8, "conv", kernel).eval()
     with torch.no_grad():
         projection.conv.weight.zero_()[:, 0, kernel // 2, kernel // 2] = 1
@@ -96,7 +96,7 @@ def test_projection_generalises_the_linear_one(kernel):
 
 @pytest.mark.parametrize("stride", [1, 2])
 def test_average_of_equal_tokens_is_that_token(stride):
-    """Also at the border: what lies outside does not count."""
+    """Also at the border: padding does not count."""
     projection = Projection(8, "avg", 3, stride)
     token = torch.randn(1, 1, 8)
     out = project(projection, token.expand(2, 15, 8), (3, 5))
@@ -107,7 +107,7 @@ def test_average_of_equal_tokens_is_that_token(stride):
 @pytest.mark.parametrize("padding", [0, 1])
 @pytest.mark.parametrize("stride", [1, 2, 3])
 def test_microsofts_average_counts_padding_and_reaches_over_the_border(stride, padding):
-    """Windows that begin inside the grid or its padding; what lies outside both does not count."""
+    """Windows start inside the grid or its padding; values outside both do not count."""
     projection = Projection(1, "microsoft_avg", 3, stride, padding=padding)
     image = torch.randn(6, 9)
     rows, columns = projection.grid((6, 9))

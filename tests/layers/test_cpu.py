@@ -1,4 +1,4 @@
-"""The linear layer that may take a convolution's way: the same numbers either way."""
+"""The linear layer gives the same numbers through a convolution."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from locality.layers.cpu import Linear, attend, linear
 
 @pytest.fixture
 def through_convolution(monkeypatch):
-    """Take the convolution's way whatever the processor, and whatever the size."""
+    """Use the convolution on any processor and for any size."""
     monkeypatch.setattr(cpu, "_USE_ONEDNN", True)
     monkeypatch.setattr(cpu, "_MIN_ELEMENTS", 0)
 
@@ -33,7 +33,7 @@ def test_equals_f_linear_with_its_gradients(through_convolution, shape, with_bia
 
 
 def test_takes_the_convolution_only_where_it_pays(monkeypatch):
-    """Large fp32 inputs on the processors it is meant for; everything else is F.linear."""
+    """Large fp32 inputs on supported processors; F.linear otherwise."""
     monkeypatch.setattr(cpu, "_USE_ONEDNN", True)
     weight = torch.randn(8, 64)
 
@@ -59,7 +59,7 @@ def test_an_exported_graph_says_linear(through_convolution):
 
 
 def test_content_attention_is_the_same_by_either_way():
-    """bf16 without gradients goes through plain products; the result differs by rounding."""
+    """bf16 without gradients uses plain products; results differ by rounding."""
     q, k, v = torch.randn(3, 2, 4, 30, 16).unbind(0)
     exact = (q @ k.transpose(-2, -1) / 4).softmax(dim=-1) @ v
     torch.testing.assert_close(attend(q, k, v), exact)

@@ -1,4 +1,4 @@
-"""The convolution in attention's place, and its way back into a gated layer."""
+"""The convolution that replaces attention, and its conversion to a gated layer."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def test_separable_equals_dense(case):
     v_pos, grid = case
     scores = P.positional_scores(v_pos, grid)
     dense = scores.softmax(dim=-1)
-    # Scores are exact to some bits of the largest, and so are the logarithms of the attention.
+    # Scores, and so log-attention, are accurate relative to the largest score.
     tolerance = 1e-14 + 4e-15 * float(scores.abs().max())
     separable = P.positional_attention(v_pos, grid)
     torch.testing.assert_close(separable, dense, rtol=0, atol=tolerance)
@@ -55,7 +55,7 @@ def test_separable_has_the_gradients_of_dense(grid):
 
 
 def test_large_locality_strength_is_one_hot_at_the_offset():
-    """α → ∞: head h looks at i + Δ_h and nowhere else (Eq. 5)."""
+    """α → ∞: head h attends only to i + Δ_h (Eq. 5)."""
     offsets = C.kernel_offsets(3)
     attention = P.positional_attention(C.attention_centres(offsets, 200.0), (5, 6))
     middle = 2 * 6 + 3
@@ -73,13 +73,13 @@ def test_unit_strength_is_a_gaussian_of_variance_one_half():
     gaussian = torch.exp(-places.square() / (2 * 0.5))
     for factor in (rows, columns):
         torch.testing.assert_close(factor[0, 10], gaussian / gaussian.sum())
-    # The discrete variance differs from the continuous ½ by a tenth of a per cent.
+    # The discrete variance differs from ½ by 0.1%.
     assert (columns[0, 10] * places.square()).sum().item() == pytest.approx(0.5, abs=2e-3)
 
 
 @given(heads_on_a_grid())
 def test_rotating_the_grid_rotates_the_attention(case):
-    """A quarter turn of the scores' direction and of the grid leaves the attention as it was."""
+    """Rotating both scores and grid by 90° leaves the attention unchanged."""
     v_pos, (height, width) = case
     turned = torch.stack((v_pos[:, 0], v_pos[:, 2], -v_pos[:, 1]), dim=1)  # (δ₁, δ₂) → (δ₂, −δ₁)
     before = P.positional_attention(v_pos, (height, width))
@@ -105,7 +105,7 @@ GRIDS = [(1, 1), (1, 6), (2, 2), (14, 14), (16, 9), (24, 24), (32, 20)]
 
 
 def heads_of_all_kinds(strength):
-    """Centres on a patch, between patches and off the grid, and heads that training has moved."""
+    """Centres on, between and off patches, and trained heads."""
     offsets = torch.tensor([[0.0, 0.0], [0.5, -0.5], [0.3, -0.7], [-3.0, 40.0]])
     centred = C.attention_centres(offsets, strength)
     moved = centred[:2] + 0.3 * torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
@@ -121,7 +121,7 @@ def attend_fused(v_pos, grid, values):
 @pytest.mark.parametrize("strength", [0.001, 0.1, 1.0, 9.7, 37.7, 100.0])
 @pytest.mark.parametrize("grid", GRIDS)
 def test_fused_equals_dense(grid, strength):
-    """In single precision to 1e-5, in half to what rounding the map itself to that format costs."""
+    """To 1e-5 in single precision; in half, to the rounding of the map itself."""
     v_pos = heads_of_all_kinds(strength)
     dense = P.positional_scores(v_pos.double(), grid).softmax(dim=-1)
     generator = torch.Generator().manual_seed(0)
@@ -140,10 +140,10 @@ def test_fused_equals_dense(grid, strength):
 @pytest.mark.parametrize("grid", [(5, 7), (14, 14)])
 @pytest.mark.parametrize("strength", [0.1, 1.0, 2.5])
 def test_fused_has_the_gradients_of_dense(grid, strength):
-    """Those of v_pos and values, in single precision and in bf16.
+    """Gradients of v_pos and values, in single precision and in bf16.
 
-    v_pos sums over all pairs what an attention kernel rounds for each. Without the softmax of each
-    axis in full precision, its gradient would be off by up to a fifth here.
+    v_pos's gradient sums rounding errors over all pairs. Without full-precision softmaxes per axis
+    it would be off by up to a fifth here.
     """
     v_pos = heads_of_all_kinds(strength).requires_grad_()
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""What answers a question: an effect over seeds and images, among all that are asked."""
+"""Answers to questions: effects over seeds and images, corrected for multiple testing."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def answered(*questions):
         (0.2, 0.5, 5, None, AT_MOST),  # less than a point
         (0.2, 1.3, 5, 13.0, AT_MOST),  # less than the paper's 13
         (0.2, 1.3, 5, 1.4, CANNOT_TELL),
-        (0.2, 1.3, 5, -0.2, CANNOT_TELL),  # what the paper has the other way is a point again
+        (0.2, 1.3, 5, -0.2, CANNOT_TELL),  # a paper's effect of the other sign counts as one point
         (2.0, 1.0, 2, None, CANNOT_TELL),
         (2.0, None, 1, None, CANNOT_TELL),
     ],
@@ -79,10 +79,10 @@ def test_images_that_are_the_same_for_all_seeds_widen_the_interval():
     assert interval(both) == pytest.approx(two_sided_t(freedom) * error)
     assert p_value(both, 0.0) > p_value(alone, 0.0)
     assert (answered(alone), answered(both)) == ([YES], [CANNOT_TELL])
-    # A little of it brings degrees of freedom, and still takes nothing from what the seeds say.
+    # A little image variance adds degrees of freedom without shrinking the interval.
     assert p_value(alone | {"images": 0.3}, 0.0) == p_value(alone, 0.0)
     assert interval(alone | {"images": 0.1}) == 1.0
-    # Seeds that all say the same leave the images.
+    # Equal seeds leave the image variance.
     assert answered(effect(2.0, 0.0, 20, images=1.5)) == [CANNOT_TELL]
     assert answered(effect(2.0, 0.0, 20, images=0.5)) == [YES]
 
@@ -96,7 +96,7 @@ def test_holm_corrects_within_a_scale_and_apart_for_papers_and_ours():
 
 
 def test_noise_is_rarely_answered():
-    """Of families of ten questions without an effect one in twenty may have an answer."""
+    """Of families of ten questions without an effect, at most 5% get an answer."""
     noise = np.random.default_rng(0).standard_normal((200, 10, 5))
     wrong = 0
     for family in noise:
@@ -108,7 +108,7 @@ def test_noise_is_rarely_answered():
 def test_what_cannot_be_told_says_how_many_seeds_it_would_take():
     (found,) = answers([record_of(effect(2.0, 3.0, 8, paper=3.0))])
     assert found["seeds"] == seeds_needed(8, 3.0, 3.0) == 72
-    # With so many the interval is a third of the effect, were the scatter to stay.
+    # With that many, the interval is a third of the effect at the same scatter.
     assert 3.0 * math.sqrt(8 / 72) == pytest.approx(3.0 / 3)
 
 

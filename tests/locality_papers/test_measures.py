@@ -30,7 +30,7 @@ from locality_papers.specs import as_printed
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, tiny_run):
-    """Where two finished runs of each model lie."""
+    """Folders of two finished runs of each model."""
     root = tmp_path_factory.mktemp("trained")
     for name in ("convit_nano", "deit_nano"):
         for seed in (0, 1):
@@ -106,7 +106,7 @@ def test_a_curve_has_the_seeds_of_each_of_its_places():
 
 
 def accuracy(right, images=400, name="x"):
-    """An accuracy that is the same for three seeds."""
+    """An equal accuracy for three seeds."""
     values = Values(dict.fromkeys(range(3), 100 * right), terms={name: Term(right, 1.0, images)})
     return Quantity(lambda _: values)
 
@@ -123,14 +123,14 @@ def test_an_accuracy_has_the_error_of_its_images():
 
 @pytest.mark.parametrize(("p", "q"), [(0.9, 0.8), (0.3, 0.5), (0.55, 0.5)])
 def test_a_difference_has_the_error_of_images_of_their_own(p, q):
-    """More than on the same images, as long as what is hard for one is no easier for the other."""
+    """More than on shared images, if images that are hard for one are not easier for the other."""
     bound = image_error(accuracy(p, 400, "x") - accuracy(q, 400, "y"))
     assert bound == pytest.approx(100 * ((p * (1 - p) + q * (1 - q)) / 400) ** 0.5)
     generator = np.random.default_rng(0)
     easy, luck = generator.random((2, 2000, 400))
     errors = {}
     for shared in (0.0, 0.5, 1.0):
-        # An image is easy for both or by luck; the more of it is shared, the nearer the answers.
+        # An image is easy for both or by chance; more sharing correlates the predictions.
         own = np.where(generator.random((2000, 400)) < shared, easy, luck)
         errors[shared] = 100 * ((easy < p).mean(axis=1) - (own < q).mean(axis=1)).std()
     assert errors[1.0] < errors[0.5] < errors[0.0] == pytest.approx(bound, rel=0.05)
@@ -141,11 +141,11 @@ def test_other_numbers_have_the_error_of_their_slopes():
     slopes = 100 / 0.6, 100 * 0.9 / 0.6**2  # per unit of p and of q
     variance = (slopes[0] ** 2 * 0.09 + slopes[1] ** 2 * 0.24) / 400
     assert image_error(relative_gain(p, q)) == pytest.approx(variance**0.5, rel=1e-3)
-    # What is added up is taken to rise and fall together.
+    # Added terms are assumed to be fully correlated.
     total = combined(lambda a, b: a + b, p, q)
     both = 0.09 + 0.24 + 2 * (0.6 - 0.54)
     assert image_error(total) == pytest.approx(100 * (both / 400) ** 0.5, rel=1e-3)
-    # A curve of accuracies is no number.
+    # A curve of accuracies is not a number.
     curve = combined(lambda a, b: {"x": [1, 2], "y": [a, b]}, p, q)
     assert curve.evaluate({}).terms == {}
 
@@ -175,7 +175,7 @@ def test_images_that_are_drawn_anew_show_in_the_scatter_of_seeds(tmp_path, tiny_
 
     assert images("digits", (0, 0)) == [451]
     assert images("digits", (0, 1)) == []
-    # A test set of its own is the same whatever is split off.
+    # A separate test set does not depend on the split.
     assert images("fashion_mnist", (0, 1)) == [10_000]
     held = {"train_part": (0.0, 0.5), "val_part": (0.5, 0.75)}
     assert images("fashion_mnist", (0, 0), **held) == [15_000]

@@ -1,4 +1,4 @@
-"""Pages are made from records alone, and show each answer at every scale beside the paper's."""
+"""Pages are made from records only, with answers at every scale beside the paper's."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_cell_says_the_answer_and_its_interval(given, text):
 
 
 def test_recorded_questions_are_those_of_the_experiments():
-    """With today's words and effects: what is printed or stated in code is what pages show."""
+    """With the current words and effects: pages match the code."""
     known = {name: item.build for name, item in experiments().items()}
     for path in sorted((ROOT / "results").glob("*/*.json")):
         record = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""What has to agree inside the printed numbers, and between them and the models built here."""
+"""Consistency of the published numbers, with each other and with our models."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_convit_table_2_prints_the_gaps_of_its_own_columns(fraction, metric):
     deit = number("convit/table-2", fraction, f"DeiT-S/{metric}")
     convit = number("convit/table-2", fraction, f"ConViT-S/{metric}")
     printed = number("convit/table-2", fraction, f"gap/{metric}")
-    # The columns are rounded to a tenth, the gap to a whole per cent, each from the exact value.
+    # Columns are rounded to a tenth, the gap to a whole per cent, each from exact values.
     lowest = 100 * (convit - 0.05 - deit - 0.05) / (deit + 0.05)
     highest = 100 * (convit + 0.05 - deit + 0.05) / (deit - 0.05)
     assert lowest <= printed + 0.5
@@ -86,7 +86,7 @@ def test_a_model_in_several_tables_has_one_accuracy_unless_a_note_says_so():
     ]
     for places in same:
         assert len({number(*place.split(" ")) for place in places.split("; ")}) == 1, places
-    # The exceptions, each with its note.
+    # Exceptions, each with a note.
     for model, metric in (("DeiT-S", "top1"), ("ConViT-S", "top1"), ("ConViT-S", "top5")):
         other = number("convit/table-2", "100%", f"{model}/{metric}")
         first = value("convit/table-1", model, metric)
@@ -117,7 +117,7 @@ BUILT = [
 
 @pytest.mark.parametrize(("row", "name"), BUILT)
 def test_parameters_of_the_models_built_here(row, name):
-    """Within about a million or one per cent of what is printed: some are rounded down, some up."""
+    """Within about a million or 1% of the printed numbers, which are rounded either way."""
     with torch.device("meta"):
         built = count_parameters(build(name)) / 1e6
     for place in TABLES:

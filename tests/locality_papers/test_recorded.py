@@ -1,4 +1,4 @@
-"""Finished runs in one file: out and back in again."""
+"""Finished runs in one file: write and read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from locality_papers.reproduce import reproduce
 
 
 def test_recorded_runs_give_a_clone_the_same_table(tiny_scale, tmp_path, here):
-    """To the last byte of its record, and of the file when it is written again."""
+    """Byte for byte, also when the file is rewritten."""
     scale = dataclasses.replace(tiny_scale, seeds=(0,))
     file = tmp_path / "tiny.runs.jsonl.gz"
     reproduce("convit/table-5", scale, tmp_path / "a", executor=here, recorded=file, quiet=True)
@@ -32,7 +32,7 @@ def test_recorded_runs_give_a_clone_the_same_table(tiny_scale, tmp_path, here):
     )
     assert one["provenance"].pop("written") and other["provenance"].pop("written")
     assert one == other
-    # What is there stays as it is; what is no such file is refused.
+    # Existing entries are kept; other files are refused.
     (clone.root / "mine").mkdir()
     lines = gzip.decompress(written).replace(scale.runs("DeiT-S")[0].folder.name.encode(), b"mine")
     file.write_bytes(gzip.compress(lines))

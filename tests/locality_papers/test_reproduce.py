@@ -1,4 +1,4 @@
-"""Experiments by name: built at every scale, carried out small, written in every form."""
+"""Experiments by name: built at every scale, run at a tiny scale, written in every format."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_tables_share_their_runs(built):
     asked = sum(len(with_needs(spec.runs)) for spec in specs.values())
     distinct = {run.folder for spec in specs.values() for run in with_needs(spec.runs)}
     assert len(distinct) < 2 / 3 * asked
-    # What is drawn from Table 2's runs needs no others, where it has those on all images.
+    # Figures from Table 2's runs need no others, if it has runs on all images.
     attention = ("convit/figure-5", "convit/figure-6", "convit/figure-17")
     for name in ("convit/figure-2a", *(attention if 1.0 in scale.fractions else ())):
         assert {run.folder for run in specs[name].runs} <= shared, name
@@ -134,7 +134,7 @@ def test_a_table_is_carried_out_measured_and_written(tiny_scale, tmp_path, here)
     files = {path.name for path in (out / "digits").iterdir()}
     assert files == {f"convit-table-5.{kind}" for kind in ("json", "md", "csv")}
     assert json.loads((out / "digits" / "convit-table-5.json").read_text()) == record
-    # Again: the same without a single run or measure.
+    # Again, without any run or measurement.
     again = reproduce("convit/table-5", tiny_scale, out, executor=here, quiet=True)
     assert len(here.performed) == 4
     assert again[0]["rows"] == record["rows"]
@@ -233,7 +233,7 @@ def test_no_test_image_is_trained_on(name, fashion_mnist):
     for data, seed in wanted:
         splits = open_data(data, seed)
         assert pictures(splits.val) <= test and not pictures(splits.train) & test
-    # What settings are chosen by: images of neither.
+    # Tuning uses images of neither.
     for data, _ in wanted:
         if data.train_part[1] <= 5 / 6:
             pilot = open_data(replace(data, val_part=(5 / 6, 1.0)), 0)
@@ -243,7 +243,7 @@ def test_no_test_image_is_trained_on(name, fashion_mnist):
 @pytest.mark.slow
 def test_measures_that_need_weights_are_taken_as_soon_as_a_run_ends(tiny_scale, tmp_path, here):
     class WithoutWeights(type(here)):
-        """Takes the weights of a run away before the next one starts."""
+        """Deletes a run's weights before the next starts."""
 
         def map(self, runs):
             for outcome in super().map(runs):
@@ -260,7 +260,7 @@ def test_measures_that_need_weights_are_taken_as_soon_as_a_run_ends(tiny_scale, 
     assert all(cell["empty"] for row in rows for cell in row["cells"][:2])
     (drawing,) = reproduce("convit/figure-17", scale, tmp_path, finished=True, quiet=True)
     assert "no weights" in drawing["empty"] and drawing["picture"] is None
-    (tmp_path / "digits" / "convit-figure-17.png").touch()  # as if drawn where the weights were
+    (tmp_path / "digits" / "convit-figure-17.png").touch()  # as if drawn earlier, with the weights
     (drawing,) = reproduce("convit/figure-17", scale, tmp_path, finished=True, quiet=True)
     assert drawing["empty"] is None and drawing["picture"] == "convit-figure-17.png"
 
@@ -325,7 +325,7 @@ def test_a_teacher_learns_from_images_that_no_student_sees(tiny_scale, tmp_path,
         splits = open_data(run.config.data, run.config.seed)
         pictures += [{splits.train.read(i).tobytes() for i in range(len(splits.train))}]
         pictures += [{splits.val.read(i).tobytes() for i in range(len(splits.val))}]
-    # The digits have a few doubles among themselves.
+    # The digits contain a few duplicates.
     assert len(pictures[0] & pictures[2]) < 10 and pictures[1] == pictures[3]
     assert [row["label"] for row in record["rows"]] == ["DeiT-S", "ConViT-S+"]
     for row in record["rows"]:

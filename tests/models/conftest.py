@@ -1,4 +1,4 @@
-"""Models whose every tensor matters, and what the compiler owes to each."""
+"""Models with random tensors, and checks of compiled models."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 
 @pytest.fixture(scope="session")
 def randomised():
-    """Random weights and running statistics, so that nothing is one or zero."""
+    """Randomise weights and running statistics, so that none is one or zero."""
 
     @torch.no_grad()
     def moved(model, seed=0):
@@ -24,9 +24,9 @@ def randomised():
 
 @pytest.fixture
 def agrees_when_compiled():
-    """check(model, images): one graph without breaks, never compiled again, with our logits.
+    """check(model, images): one graph without breaks or recompilation, with equal logits.
 
-    In the mode that captures CUDA graphs where there is a GPU.
+    Uses CUDA graphs if there is a GPU.
     """
 
     def check(model, images):
@@ -46,9 +46,9 @@ def agrees_when_compiled():
 
 @pytest.fixture
 def compiles_once_a_size():
-    """check(model, images): one graph a size without breaks, in inference and in training.
+    """check(model, images): one graph per size without breaks, in inference and training.
 
-    Ten batches of two sizes in turn; logits and gradients are those of the model itself.
+    Ten batches of two sizes in turn, with equal logits and gradients.
     """
 
     def check(model, images):
@@ -57,7 +57,7 @@ def compiles_once_a_size():
             model.train(training)
             torch.compiler.reset()
             counters.clear()
-            # A graph for sizes unknown has no backward pass of the resampled position embedding.
+            # A dynamic-shape graph has no backward pass for the resampled position embedding.
             compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
             for number in range(10):
                 torch.manual_seed(number)

@@ -1,7 +1,6 @@
-"""What a GPU owes to every family: the processor's numbers, one graph, little memory.
+"""Every family on a GPU: the CPU's numbers, one graph, little memory.
 
-Training needs no tests of its own: without `engine.accelerator` it takes the GPU wherever there is
-one, and so do all tests that train.
+Tests that train use the GPU by default, so training needs no tests here.
 """
 
 import copy
@@ -32,7 +31,7 @@ def model(request):
 
 @pytest.fixture(autouse=True)
 def exact_convolutions(monkeypatch):
-    """PyTorch's convolutions round to TF32 on a GPU unless told otherwise."""
+    """Turn off TF32, PyTorch's default for convolutions on a GPU."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
@@ -48,7 +47,7 @@ def test_logits_are_the_processors(model):
 
 
 def test_gradients_are_the_processors(model):
-    # In double precision: batch norm over few images makes much of what single precision rounds.
+    # In double precision, since batch norm over few images amplifies rounding.
     there, x = copy.deepcopy(model).cuda().double(), images(model).double()
     for each, batch in ((model.double(), x), (there, x.cuda())):
         each(batch).square().sum().backward()
@@ -95,7 +94,7 @@ def test_what_is_measured_is_the_processors():
 
 
 def test_the_soft_bias_keeps_no_map_per_image():
-    """What the backward pass keeps, beside timm's ConViT of equal shape, at 384 pixels."""
+    """Memory kept for the backward pass, beside timm's ConViT at 384 pixels."""
     ours = build("convit_tiny", img_size=384).cuda()
     theirs = timm.create_model("convit_tiny", img_size=384).cuda()
     x = torch.randn(8, 3, 384, 384, device="cuda")
@@ -105,7 +104,7 @@ def test_the_soft_bias_keeps_no_map_per_image():
 
 @pytest.mark.parametrize("training", [False, True])
 def test_positional_attention_reaches_a_fast_kernel(training):
-    """Queries and keys that are expanded over the batch: no kernel but the content's own."""
+    """Queries and keys expanded over the batch use the same kernel as content."""
     model = build("convit_tiny", depth=3, gpsa_layers=2).cuda().train(training)
     x = images(model).cuda()
     with (

@@ -1,4 +1,4 @@
-"""CvT: the paper's sizes, its surface, and its fused form."""
+"""CvT: the paper's sizes, interface, and fused form."""
 
 import copy
 
@@ -11,14 +11,14 @@ from locality.layers import AttentionMaps
 from locality.models import build, count_macs, count_parameters, variant
 from locality.models.cvt import QuickGELU
 
-# As built here: parameters exactly, 10⁹ multiply-accumulates at 224 and 384 pixels.
+# Exact parameters; GMACs at 224 and 384 pixels.
 SIZES = {
     "cvt_13": (19_997_480, 4.57, 16.27),
     "cvt_21": (31_622_696, 7.18, 24.85),
     "cvt_w24": (277_196_392, 60.9, 194.2),
 }
 
-# Every cell of the paper's ablations: what changes, and the millions of parameters it reports.
+# The paper's ablations: overrides, and millions of parameters reported.
 ABLATIONS = {
     "T5 every": ({"position": "every"}, 20),
     "T5 first": ({"position": "first"}, 20),
@@ -38,7 +38,7 @@ ABLATIONS = {
 
 
 def small(**overrides):
-    """A CvT of three stages, small enough for anything."""
+    """A small CvT of three stages."""
     sizes = {"embed_dim": (8, 16, 24), "num_heads": (1, 2, 3), "depth": (1, 1, 2)}
     others = {"num_classes": 5, "img_size": 32, "drop_path_rate": 0.0}
     return build("cvt_13", **(sizes | others | overrides))
@@ -73,7 +73,7 @@ def test_every_ablation_has_the_papers_size(cell):
     elif millions is not None:
         assert parameters == pytest.approx(millions, abs=0.2)
     if cell.startswith("T8"):
-        # What the paper does not print: nine weights and two of BatchNorm per channel and part.
+        # Not printed in the paper: nine weights and two BatchNorm parameters per channel and part.
         stages = variant("cvt_13").config.with_overrides(**overrides).stages
         dropped = sum(3 * 11 * s.embed_dim * s.depth for s in stages if s.projection == "linear")
         assert parameters * 1e6 == 19_997_480 - dropped
@@ -99,7 +99,7 @@ def test_every_architecture_sees_its_images_and_learns_everywhere(fields, pool, 
     logits.square().sum().backward()
     total = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
     for name, parameter in model.named_parameters():
-        fraction = parameter.grad.norm() / total  # even the idle ones have one, for DDP
+        fraction = parameter.grad.norm() / total  # DDP needs a gradient for unused parameters, too
         assert (fraction < 1e-12) == (name in model.unused_parameters()), name
 
 
@@ -116,7 +116,7 @@ def test_the_class_token_stays_when_patches_are_pooled_and_may_be_left_out():
 
 
 def test_position_embeddings_make_the_order_of_patches_matter(randomised):
-    """Without them and with linear projections and patches, attention does not see places."""
+    """Without them, and with linear projections and patches, attention ignores positions."""
     overrides = {"projection": "linear", "embedding": "patch", "depth": 1}
     x = images(small())
     moved = x.roll(16, dims=3)  # whole patches of the last stage
@@ -154,7 +154,7 @@ def test_attention_layers_show_coarser_keys():
     assert (maps.query_grid, maps.key_grid, maps.prefix_tokens) == ((2, 3), (1, 2), 1)
 
 
-# timm's surface
+# timm's interface
 
 
 def test_decay_and_groups_cover_every_parameter():
@@ -170,7 +170,7 @@ def test_decay_and_groups_cover_every_parameter():
 
 @pytest.mark.parametrize("pool", ["token", "avg"])
 def test_classifier_can_be_replaced(pool):
-    """Pooling in another way leaves the blocks as they are, class token included."""
+    """Other pooling leaves the blocks and the class token unchanged."""
     model = small(global_pool=pool).eval()
     features = model.forward_features(images(model))
     model.reset_classifier(0, "avg")
@@ -215,7 +215,7 @@ def test_fused_logits_are_the_same(overrides, randomised):
 
 @pytest.mark.slow
 def test_ten_batches_of_one_compiled_graph_agree(agrees_when_compiled, randomised):
-    # Two stages: the compiler's time grows with every kernel it writes.
+    # Two stages, since compile time grows with the number of kernels.
     first = {"embed_dim": 8, "num_heads": 1, "depth": 1, "embed_kernel": 7, "embed_stride": 4}
     stages = [first | {"embed_padding": 2}, {"embed_dim": 16, "num_heads": 2, "depth": 1}]
     model = build("cvt_13", stages=stages, num_classes=5, img_size=32)
@@ -231,7 +231,7 @@ def test_a_graph_for_each_size(compiles_once_a_size, randomised):
 @pytest.mark.parametrize("overrides", [{}, {"position": "every"}])
 def test_exports_with_any_batch_and_size(overrides, randomised):
     model = randomised(small(img_size=64, **overrides)).eval()
-    # Sizes that leave a single key are a case of their own to the exporter.
+    # The exporter specialises sizes with a single key.
     batch, height, width = (torch.export.Dim(n, min=m) for n, m in (("b", 2), ("h", 48), ("w", 48)))
     sizes = {0: batch} if overrides else {0: batch, 2: height, 3: width}
     program = torch.export.export(model, (images(model, 4),), dynamic_shapes=(sizes,))

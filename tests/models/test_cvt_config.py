@@ -76,7 +76,7 @@ def test_blocks_are_dealt_to_the_depths_given_with_them():
 
 
 def test_one_drop_path_rate_is_the_last_stages():
-    """As in the authors' configurations, where the other stages have none."""
+    """As in the authors' configurations; other stages have none."""
     changed = CVT_13.with_overrides(drop_path_rate=0.2)
     assert per_stage(changed, "drop_path_rate") == [0, 0, 0.2]
     each = CVT_13.with_overrides(drop_path_rate=(0.1, 0.2, 0.3))

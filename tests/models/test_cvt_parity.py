@@ -1,4 +1,4 @@
-"""CvT against transformers' port of it, on the same random weights and running statistics."""
+"""CvT against transformers' port, with equal random weights and running statistics."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from locality.models import build
 
 
 def pair(name, **overrides):
-    """Ours and theirs with equal weights; their port computes the exact GELU."""
+    """Both models with equal weights; transformers' port uses the exact GELU."""
     pytest.importorskip("transformers")
     torch.manual_seed(0)
     ours = build(name, activation="gelu", drop_path_rate=0.0, **overrides)
@@ -51,8 +51,8 @@ def test_logits_are_theirs(name, overrides, size):
 def test_gradients_and_statistics_in_training_are_theirs(name, overrides):
     """Batch statistics, no stochastic depth; relative error of every parameter's gradient.
 
-    In double precision: BatchNorm takes the mean off whatever LayerNorm's bias adds, and what is
-    left of that bias' gradient is mostly rounding in single precision, theirs as much as ours.
+    In double precision, since BatchNorm removes the mean that LayerNorm's bias adds, so in single
+    precision that bias' gradient is mostly rounding in both.
     """
     ours, theirs = pair(name, **overrides)
     ours.double().train()
@@ -68,7 +68,7 @@ def test_gradients_and_statistics_in_training_are_theirs(name, overrides):
     silent = 0
     for key, theirs_grad in expected.items():
         if theirs_grad.norm() < 1e-14 * total:
-            # Zero in exact arithmetic (a bias on all keys, queries nobody reads): rounding only.
+            # Zero in exact arithmetic (a bias on all keys, unused queries): rounding only.
             assert gradients[key].norm() < 1e-14 * total, key
             silent += 1
         else:

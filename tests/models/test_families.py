@@ -1,4 +1,4 @@
-"""What every family owes: one function however it is computed, and timm's surface."""
+"""Every family: equal results however computed, and timm's interface."""
 
 import copy
 
@@ -36,7 +36,7 @@ def assert_near(found, expected):
 
 @pytest.mark.parametrize("training", [False, True])
 def test_the_logits_are_those_of_all_tokens(model, training):
-    """`forward` may compute one token alone in the last block; the long way round has to agree."""
+    """`forward` may compute only one token in the last block; the full computation must agree."""
     other, x = copy.deepcopy(model.train(training)), images(model)
     assert_near(model(x), other.forward_head(other.forward_features(x)))
     for (name, ours), theirs in zip(model.named_buffers(), other.buffers(), strict=True):

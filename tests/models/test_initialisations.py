@@ -1,4 +1,4 @@
-"""What each way of starting attention is."""
+"""Each `init` of attention."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def test_mimetic_products_have_the_published_diagonals(name):
 
 @pytest.mark.parametrize("name", ["deit_tiny", "convit_small"])
 def test_an_impulse_looks_at_one_neighbour(name):
-    """The same one from everywhere, within a 3×3 window, wherever it is inside the image.
+    """The same neighbour for all queries, in a 3×3 window, where it is inside the image.
 
-    Exactly so on sinusoids alone; LayerNorm scales them by their place.
+    Exact for pure sinusoids; LayerNorm scales them by position.
     """
     model, grid = made(name, "impulse", num_classes=2), (14, 14)
     width = model.embed_dim
@@ -103,7 +103,7 @@ def test_trained_convolutions_fill_the_gated_layers_alone(tmp_path):
     assert torch.linalg.matrix_rank(carried) == 8
     assert torch.equal(model.head.weight, fresh.head.weight)
     assert torch.equal(model.blocks[0].mlp.fc1.weight, fresh.blocks[0].mlp.fc1.weight)
-    # Its own weights are loaded as ever.
+    # Its own weights load as usual.
     assert load_weights(fresh, save(model, tmp_path / "model")) == []
     assert torch.equal(fresh.blocks[0].attn.qkv.weight, block.qkv.weight)
 
@@ -117,7 +117,7 @@ def test_a_convit_starts_as_the_convolutional_net_where_its_heads_can_carry_it(
         block.attn.conv.weight.data = truncated_kernel(block.attn.conv.weight, rank=4)
     weights = save(net, tmp_path / "net")
     for block in net.blocks[:3]:
-        block.attn.conv.padding_mode = "replicate"  # what attention does at the border
+        block.attn.conv.padding_mode = "replicate"  # as attention does at the border
         block.attn.conv._reversed_padding_repeated_twice = [1, 1, 1, 1]
     near = {"locality_strength": 4.0, "gating_init": 4.0}
     model = made("convit_nano", "default", **NANO, **near, num_classes=5).eval()

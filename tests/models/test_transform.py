@@ -1,4 +1,4 @@
-"""A CNN with attention in the place of convolutions: the same function, and an ordinary model."""
+"""A CNN with attention instead of convolutions: the same function, an ordinary model."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ NETWORKS = {
 
 
 def network(name):
-    """A network with random weights and random statistics of its batch norm."""
+    """A network with random weights and batch-norm statistics."""
     torch.manual_seed(0)
     model = torchvision.models.resnet18() if name == "torchvision" else timm.create_model(name)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.running_mean.normal_(std=0.3)
             module.running_var.uniform_(0.5, 1.5)
-            nn.init.uniform_(module.weight, 0.5, 1.5)  # at the end of a branch they start at zero
+            nn.init.uniform_(module.weight, 0.5, 1.5)  # the last norm of a branch starts at zero
     return model.eval()
 
 
@@ -43,7 +43,7 @@ def small(**settings):
     model = build("timm/test_resnet", **SMALL, **settings).eval()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
-            nn.init.ones_(module.weight)  # those at the end of a branch start at zero
+            nn.init.ones_(module.weight)  # the last norms of branches start at zero
     return model
 
 
@@ -149,8 +149,8 @@ def test_gates_nonlocality_and_centres_are_measured():
     assert torch.stack((down, right), 1)[:9].tolist() == [
         [i, j] for i in (-1.0, 0.0, 1.0) for j in (-1.0, 0.0, 1.0)
     ]
-    # A head looks at one neighbour, 1 token away or √2; of stride 2, half as far in queries. At the
-    # border it looks at padding, which is at no token.
+    # A head attends to one neighbour, 1 or √2 tokens away; with stride 2, half as far in queries.
+    # At the border it attends to padding, which has no position.
     away = first["position_nonlocality"]
     assert away[4] == pytest.approx(0) and away[5] == pytest.approx(7 / 8)
     assert last["position_nonlocality"][5] == pytest.approx(1 / 2)

@@ -1,4 +1,4 @@
-"""DeiT and ConViT: sizes, surface, and what they share with timm."""
+"""DeiT and ConViT: sizes, interface, and parity with timm."""
 
 from typing import get_args
 
@@ -24,7 +24,7 @@ from locality.models.config import PositionalAttention
 
 SMALL = [name for name in list_models() if variant(name).family != "cvt" and name.endswith("nano")]
 
-# As built here, ConViT Table 1 first: parameters exactly, multiply-accumulates in units of 10⁹.
+# ConViT Table 1 first: exact parameters, and GMACs.
 SIZES = {
     "convit_tiny": (5_710_472, 1.26),
     "convit_tiny_plus": (9_972_872, 2.14),
@@ -126,7 +126,7 @@ def test_every_architecture_sees_its_images_and_learns_everywhere(name, fields):
 
 
 def test_mean_pooling_is_timms():
-    """timm's ConViT pools its patches and leaves the class token in."""
+    """timm's ConViT pools its patches and keeps the class token."""
     from locality.checkpoints.foreign import CONVIT
 
     fields = {"depth": 3, "num_heads": 4, "img_size": 32}
@@ -142,7 +142,7 @@ def test_mean_pooling_is_timms():
 
 
 def test_a_model_of_positional_layers_alone_reads_the_first_patch_as_the_authors_does():
-    """With every block local no class token joins, and their classifier reads token 0."""
+    """If all blocks are local, no class token joins; their classifier reads token 0."""
     model = build("convit_nano", gpsa_layers=4, class_token=False).eval()
     assert model.cls_token is None and model.num_prefix_tokens == 0
     features = model.forward_features(images(model))
@@ -153,7 +153,7 @@ def test_a_model_of_positional_layers_alone_reads_the_first_patch_as_the_authors
 
 
 def test_frozen_parts_get_none():
-    """Table 3: b freezes the gates; f and g freeze the positional layers whole."""
+    """Table 3: b freezes the gates; f and g freeze whole positional layers."""
     gates = build("convit_nano", gating_init=0.0, freeze_gating=True)
     frozen = {key for key, p in gates.named_parameters() if not p.requires_grad}
     assert frozen == {f"blocks.{i}.attn.gating" for i in range(3)}
@@ -192,7 +192,7 @@ def test_a_resampled_position_embedding_is_that_of_a_model_made_for_the_size(nam
 
 @pytest.mark.parametrize("kind", ["gpsa", "psa"])
 def test_without_position_embedding_the_encodings_need_no_resampling(kind):
-    """Nothing that is learnt knows the grid: the weights are those of a model of any size."""
+    """No parameter depends on the grid, so weights fit a model of any size."""
     fields = {"use_pos_embed": False, "positional_attention": kind}
     model = build("convit_nano", **fields).eval()
     larger = build("convit_nano", img_size=(20, 8), **fields).eval()
@@ -226,7 +226,7 @@ def test_fused_logits_are_the_same(device, monkeypatch):
 
 @pytest.mark.slow
 def test_ten_batches_of_one_compiled_graph_agree(agrees_when_compiled):
-    # One layer of each kind: the compiler's time grows with every kernel it writes.
+    # One layer of each kind, since compile time grows with the number of kernels.
     agrees_when_compiled(build("convit_nano", depth=2, gpsa_layers=1).eval(), images)
 
 

@@ -1,4 +1,4 @@
-"""Run folders as training and the instruments leave them, made without training anything."""
+"""Run folders as training and the instruments leave them, without training."""
 
 import csv
 import functools
@@ -31,7 +31,7 @@ def moved(model, seed, amount):
 
 
 def keep_predictions(folder, labels, logits):
-    """Leave what a model with these logits says of images with these labels."""
+    """Write the predictions of a model with these logits and labels."""
     images = ArraySource(np.zeros((len(labels), 4, 4, 3), np.uint8), labels, "pictures")
     batch = SimpleNamespace(indices=np.arange(len(labels)))
     collector = PredictionCollector(len(labels), torch.device("cpu"))
@@ -42,7 +42,7 @@ def keep_predictions(folder, labels, logits):
 
 @pytest.fixture(scope="session")
 def attention():
-    """Measures and pictures of a model, cached: what a run folder holds beside its numbers."""
+    """Cached measures and pictures of a model, as in a run folder."""
     cache = {}
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(8, 3, 8, 8, generator=generator)

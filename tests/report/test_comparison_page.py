@@ -1,4 +1,4 @@
-"""Which model: the page claims what seeds and images both allow, and shows the runs' numbers."""
+"""The comparison page: claims supported by seeds and images, and the runs' numbers."""
 
 import itertools
 import re
@@ -22,7 +22,7 @@ IMAGES = 200
 
 
 def answers(right, seed):
-    """Labels and logits of a model that is right on so many of the images."""
+    """Labels and logits of a model that is right on `right` images."""
     rng = np.random.default_rng(seed)
     labels = np.arange(IMAGES) % 10
     wrong = rng.permutation(IMAGES)[right:]
@@ -35,7 +35,7 @@ def answers(right, seed):
 
 @pytest.fixture
 def compared(make_run):
-    """How many images each model is right on, by seed → the candidates, by accuracy."""
+    """Number of correct images per model and seed → the candidates, by accuracy."""
 
     made = itertools.count()
 

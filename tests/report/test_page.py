@@ -1,4 +1,4 @@
-"""The report says what the run folders hold, in one file, and claims no more than they show."""
+"""The report: one file with the runs' numbers, and no unsupported claims."""
 
 import csv
 import json
@@ -51,7 +51,7 @@ def test_a_report_of_one_run_says_what_it_reached(make_run, tmp_path):
     page = build_report(runs, tmp_path / "r.html").read_text()
     assert "<script>alert" not in page
     assert "91.2" in text_of(page) and "Top-5" in text_of(page)
-    # Among four classes the five most probable ones say nothing.
+    # With four classes, top-5 is not shown.
     (runs[0] / "classes.json").write_text(json.dumps(["a", "b", "c", "d"]))
     assert "Top-5" not in text_of(build_report(runs, tmp_path / "r.html").read_text())
 
@@ -60,7 +60,7 @@ def test_cvt_is_a_series_of_its_own(make_run, tmp_path):
     runs = [make_run(model) for model in ("cvt_nano", "deit_nano", "convit_nano")]
     text = text_of(build_report(runs, tmp_path / "r.html").read_text())
     assert "CvT, after training" in text
-    assert text.count("percentage points") == 1  # compared are the baselines alone
+    assert text.count("percentage points") == 1  # only the baselines are compared
 
 
 def test_the_baseline_may_win_or_nothing_be_decided(make_run_in, tmp_path):

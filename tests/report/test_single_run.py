@@ -1,4 +1,4 @@
-"""A run's own report: which classes it confuses, how sure it is, and what it learned from."""
+"""The report of a single run: confusion, calibration, and training images."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from locality.training.evaluation import Predictions
 
 
 def planted(images=200, first=3, second=8):
-    """Labels and logits of a model that is right, but for half of one class taken for another."""
+    """Labels and logits of a model that mistakes half of one class for another."""
     labels = np.arange(images) % 10
     predicted = labels.copy()
     of_first = np.flatnonzero(labels == first)
@@ -66,7 +66,7 @@ def test_training_keeps_what_its_last_evaluation_said(tiny_config, tmp_path):
     assert len(found.labels) == result["val_images"]
     assert 100 * found.right.mean() == pytest.approx(result["top1"])
     assert sum(json.loads(run.counts_file.read_text()).values()) == result["train_images"]
-    # A run of a version that kept none is given them, the same.
+    # Runs of older versions without predictions get the same ones.
     kept = run.predictions_file.read_text()
     run.predictions_file.unlink()
     record(run.path, images=4, pictures=1)

@@ -1,4 +1,4 @@
-"""Numbers are compared bit for bit, so every test has the same number of threads."""
+"""Use one number of threads in every test, since numbers are compared bit for bit."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Comparing models on a custom dataset: the same recipe and share of the budget, nothing twice."""
+"""Comparing models on a custom dataset: equal recipe and budget, nothing computed twice."""
 
 import os
 import re
@@ -66,7 +66,7 @@ def test_a_comparison_goes_on_with_its_own_images_alone(photos, tmp_path):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Seconds per multiply-accumulate on a machine of two cores, where nothing takes time."""
+    """Seconds per multiply-accumulate on a fake two-core machine without other costs."""
     machine = {"mac": 1e-10}
 
     def measured(seen):

@@ -1,4 +1,4 @@
-"""Many runs: what is done, in which order, what a failure leaves, what a kill leaves."""
+"""Many runs: results, order, failures and kills."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_plan_counts_without_starting(tmp_path, tiny_run, failing, here):
     assert not runs[1].folder.exists()
     cost = run_cost(runs[1])
     assert cost.images == 24 and cost.seconds > 0
-    # Forward and twice as much for the gradients, of 3.4 million multiply-accumulates each.
+    # Forward, and twice that for the gradients; 3.4 million multiply-accumulates each.
     assert cost.macs == pytest.approx(3 * 24 * 3.37e6, rel=0.01)
 
 
@@ -99,7 +99,7 @@ def test_evaluations_take_time_too(tmp_path, tiny_config):
     often, once = (
         Run("", tiny_config(schedule__eval_every=every), tmp_path / str(every)) for every in (1, 3)
     )
-    # 24 images are trained on, and 451 evaluated on at a third of the cost, thrice and once.
+    # 24 training images, and 451 evaluated at a third of the cost, three times and once.
     expected = (24 + 3 * 451 / 3) / (24 + 451 / 3)
     assert run_cost(often).seconds / run_cost(once).seconds == pytest.approx(expected)
 
@@ -119,7 +119,7 @@ def test_a_window_of_jobs_goes_on_and_closing_stops_them(tmp_path, tiny_run):
             return self.name == "convit_nano 0"
 
     class First(Executor):
-        """Only the first job ever ends."""
+        """Only the first job ends."""
 
         def submit(self, runs):
             return [Job(run.name) for run in runs]
@@ -161,7 +161,7 @@ def test_workers_give_the_same_numbers_bit_for_bit_and_one_that_dies_is_replaced
 ):
     alone = pair_of_runs(tmp_path / "alone", tiny_config)
     together = pair_of_runs(tmp_path / "together", tiny_config)
-    # os._exit ends a process without a word.
+    # os._exit ends a process without a message.
     (tmp_path / "locality_test_exit.py").write_text("import os\ndef leave(*_): os._exit(7)\n")
     monkeypatch.syspath_prepend(tmp_path)
     silent = Run("silent", tiny_config(), tmp_path / "silent", task="locality_test_exit:leave")

@@ -1,4 +1,4 @@
-"""Runs as requests: what makes two of them the same, and which comes first."""
+"""Runs as requests: identity and order."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ f796cf5d1773 digits {objective.teacher: runs/digits/a, objective.distillation: s
 """
 
 
-# Of `digits` and `fashion_mnist` when the identities were written down.
+# For `digits` and `fashion_mnist`, when the identities were recorded.
 EARLIER = {
     "optim.name": "adamw",
     "optim.lr": 3.4e-3,

@@ -30,7 +30,7 @@ SHORT = {
     "schedule.warmup": 2,
     "schedule.eval_every": 3,
 }
-# All that draws random numbers, and all that has a state.
+# Everything that draws random numbers or has state.
 EVERYTHING = {
     "augment.mixup": 0.8,
     "augment.cutmix": 1.0,
@@ -78,7 +78,7 @@ def assert_same(one: Any, other: Any, where: str = "state") -> None:
 
 @pytest.fixture
 def stop_before(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Make the next runs receive a signal at the beginning of a step."""
+    """Make the next runs receive a signal at the start of a step."""
     original = Loop.train_step
 
     def arrange(step: int | None, signum: int = signal.SIGTERM) -> None:

@@ -1,10 +1,10 @@
-"""One process of `locality ARGUMENTS`, which tells what it leaves behind.
+"""One process of `locality ARGUMENTS` that reports its leftovers at exit.
 
-usage: rank.py REPORTS HOW ARGUMENTS. HOW is "end", or "error", "SIGTERM", "SIGINT" or "SIGKILL" for
-what comes to the last process at its fourth step; "SIGKILL 0" comes to the first, and "machine" to
-the last and to the launcher that started it. Each process
-writes REPORTS/rank-N.json when all that Python does at exit is done: its exit code, threads and
-shared memory, and the exit codes of the processes it has started. SIGABRT makes it say where it is.
+usage: rank.py REPORTS HOW ARGUMENTS. HOW is "end", or "error", "SIGTERM", "SIGINT" or "SIGKILL"
+sent to the last process at its fourth step. "SIGKILL 0" hits the first process, "machine" the last
+one and the launcher that started it. After Python's exit handlers each process writes
+REPORTS/rank-N.json: exit code, threads, shared memory, and exit codes of its children. SIGABRT
+prints a traceback.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 REPORTS, ARGUMENTS = Path(sys.argv[1]), sys.argv[3:]
 HOW, _, RANK = sys.argv[2].partition(" ")
 STARTED: list[subprocess.Popen[bytes]] = []
-# A library's own, which only ends with the process.
+# A library's thread, which ends with the process.
 LIBRARIES = {"jemalloc_bg_thd"}
 
 
@@ -35,7 +35,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 
 def tell(outcome: dict[str, Any]) -> None:
     threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    # Fabric's observer of its processes sleeps until the end.
+    # Fabric's process monitor sleeps until the end.
     idle = sum(thread.name == "child-process-observer" for thread in threading.enumerate())
     outcome["threads"] = sorted(name for name in threads if name not in LIBRARIES)[1 + idle :]
     outcome["children"] = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
@@ -51,7 +51,7 @@ def tell(outcome: dict[str, Any]) -> None:
 def main() -> None:
     faulthandler.enable()
     outcome: dict[str, Any] = {"code": None}
-    # What is registered first is called last.
+    # The first registered handler runs last.
     atexit.register(tell, outcome)
     subprocess.Popen = Popen  # type: ignore[misc]
     from locality.cli import main as locality

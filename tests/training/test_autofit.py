@@ -1,4 +1,4 @@
-"""What is chosen for a custom dataset, and that it stays chosen."""
+"""Settings chosen for a custom dataset, and kept on resuming."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LENGTHS = ("schedule.steps", "schedule.eval_every", "schedule.patience")
 
 @pytest.fixture(autouse=True)
 def speed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """A machine whose speed is known: seconds per multiply-accumulate, and to load an image."""
+    """A fake machine: seconds per multiply-accumulate, and per image loaded."""
     machine = {"mac": PER_MAC, "loading": 1e-3}
 
     def measured(run: ResolvedRun) -> Cost:
@@ -40,7 +40,7 @@ def speed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         return Cost(*run.counts, machine["loading"], 3 * run.macs * machine["mac"], workers)
 
     monkeypatch.setattr(f"{PLANNER}.measure_cost", measured)
-    monkeypatch.setattr(f"{PLANNER}.perf_counter", lambda: 0.0)  # nothing is measured, in no time
+    monkeypatch.setattr(f"{PLANNER}.perf_counter", lambda: 0.0)  # measuring takes no time
     return machine
 
 
@@ -185,7 +185,7 @@ def test_loading_and_computing_share_a_processor_and_not_a_gpu(monkeypatch):
     assert cost(2, 3, 2, False).training == 3
     assert cost(8, 3, 2, False).training == 4
     assert cost(2, 3, 0, True).evaluating == 3
-    # With two of four processors the steps lose half of what workers take, and both decode.
+    # On two of four cores, steps lose half of the workers' time, and both decode.
     assert cost(2, 3, 0, True, decoding=6).first_extra == 6
     assert cost(2, 3, 2, True, decoding=6).first_extra == 6
     assert cost(2, 3, 8, True, decoding=6).first_extra == 24

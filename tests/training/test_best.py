@@ -1,4 +1,4 @@
-"""The weights of the best evaluation are kept, and training ends when none is better for long."""
+"""The best evaluation's weights are kept, and patience ends training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Plan = Callable[..., None]
 
 @pytest.fixture
 def evaluations(monkeypatch: pytest.MonkeyPatch) -> Plan:
-    """Have evaluations give these (top-1, loss) by the step that they are of."""
+    """Make evaluations return these (top-1, loss), by step."""
 
     def arrange(*found: tuple[float, float]) -> None:
         numbers = iter(found)
@@ -44,7 +44,7 @@ def test_the_weights_of_a_run_are_those_of_its_best_evaluation(tmp_path, evaluat
     evaluations((10, 2), (30, 1), (30, 0.9), *itertools.repeat((20, 0.1), 5))
     best, short = tmp_path / "best", tmp_path / "short"
     train(tiny(schedule__eval_every=1, schedule__patience=8, schedule__save_every=4), best)
-    assert load_best_state(best)["step"] == 3  # of equal accuracies, that of the lower loss
+    assert load_best_state(best)["step"] == 3  # equal accuracy: the lower loss wins
     evaluations(*itertools.repeat((20, 0.1), 8))
     train(tiny(schedule__eval_every=1, schedule__snapshot_every=3), short)
     assert load_best_state(short)["step"] == 8

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or refused, and the one before is kept."""
+"""Checkpoints are complete or refused, and the previous one is kept."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_run_that_meets_a_full_disk_goes_on_when_there_is_space_again(tmp_path
 
 @pytest.mark.slow
 def test_killing_a_process_while_it_saves_leaves_a_readable_checkpoint(tmp_path):
-    # The temporary folder plays no part: files are made beside the one they replace.
+    # The temporary folder is not used: files are written beside the one they replace.
     rng = random.Random(0)
     folder = CheckpointFolder(tmp_path)
     folder.save(packed(0, 300))

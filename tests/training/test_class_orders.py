@@ -1,4 +1,4 @@
-"""Classes are joined by name: whatever order they have on either side, the numbers are the same."""
+"""Classes are matched by name, so their order does not change the results."""
 
 import random
 import subprocess
@@ -29,7 +29,7 @@ KINDS = ["folder", "table", "arrow"]
 
 
 def write(root, kind, names=NAMES, per_class=8, order=None):
-    """Pictures of the classes, the same whatever the kind; `order` numbers those of Arrow."""
+    """The same images for every kind; `order` numbers Arrow's classes."""
     root.mkdir(parents=True, exist_ok=True)
     rows = []
     for name in sorted(names):
@@ -124,7 +124,7 @@ def test_a_teacher(run, saved):
         load_teacher(ObjectiveConfig(teacher=str(each)), tiny().input, ORDERS[1])[0](images)
         for each in (run, saved)
     )
-    # The order of a product's rows may change its last bit on some processors.
+    # Row order of a matrix product may change its last bit on some processors.
     torch.testing.assert_close(before, after)
 
 

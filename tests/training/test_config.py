@@ -1,4 +1,4 @@
-"""A run's configuration: checked when it is made, written and read without loss."""
+"""A run's configuration: validated, written and read without loss."""
 
 from __future__ import annotations
 

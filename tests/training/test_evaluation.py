@@ -1,4 +1,4 @@
-"""Accuracy and loss against counting by hand."""
+"""Accuracy and loss against a hand count."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLAIN = Preprocessing(4, crop_pct=1.0, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)
 
 
 class Lookup(nn.Module):
-    """Logits by the grey level of an image's first pixel, which is its number."""
+    """Logits by the grey level of an image's first pixel (its index)."""
 
     def __init__(self, logits: Tensor) -> None:
         super().__init__()

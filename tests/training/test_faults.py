@@ -1,4 +1,4 @@
-"""The short version of benchmarks/faults.py: struck runs end as undisturbed ones."""
+"""A short version of benchmarks/faults.py: disturbed runs end like undisturbed ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def faults() -> ModuleType:
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "number"), [(1, 10), (2, 5)])
 def test_struck_runs_end_as_undisturbed_ones(processes, number, tmp_path):
-    # In a process of its own, which has not looked for GPUs and may fork as it likes.
+    # In a separate process that has not initialised CUDA and can fork.
     words = ["--faults", str(number), "--processes", str(processes), "--keep", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *words], capture_output=True, text=True, timeout=300

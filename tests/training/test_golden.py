@@ -1,4 +1,4 @@
-"""Ten steps of each family in float64: what every part of training adds up to."""
+"""Ten steps of each family in float64, with recorded losses."""
 
 import numpy as np
 import pytest
@@ -9,9 +9,9 @@ from locality.models import build
 from locality.training import OptimConfig
 from locality.training.optim import create_optimizer
 
-# The losses of three steps. Golden on purpose: a change of the arithmetic anywhere in a model, its
-# parameter groups or the optimiser moves these, and no theorem says where they should be. Weights
-# and images are NumPy's, which are the same in every version.
+# Losses of three steps. Golden values: any change to the arithmetic of a model, its parameter
+# groups or the optimiser shifts them. Weights and images come from NumPy, which is stable across
+# versions.
 LOSSES = {
     ("convit_nano", "adamw"): (2.296639158388, 2.264323223529, 2.249768110045),
     ("convit_nano", "adamuon"): (2.296639158388, 2.283891365811, 2.273672226266),

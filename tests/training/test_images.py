@@ -1,4 +1,4 @@
-"""Images that are damaged or change: before a run, while it goes on, and before it is resumed."""
+"""Damaged or changed images before, during and between runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write(path: Path, seed: int) -> None:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Three classes, 12 training and 4 validation images each, all of one size in bytes."""
+    """Three classes with 12 training and 4 validation images each, of equal size in bytes."""
     root = tmp_path / "photos"
     for part, count in (("train", 12), ("val", 4)):
         for label, name in enumerate(("ant", "bee", "cat")):
@@ -58,7 +58,7 @@ def damage(file: Path) -> None:
 
 @pytest.fixture
 def too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More images than are kept in memory: each is read whenever it is needed."""
+    """Exceed the in-memory limit, so each image is read when needed."""
     monkeypatch.setattr("locality.data.batches._KEPT_BYTES", 0)
 
 
@@ -68,7 +68,7 @@ def test_a_damaged_validation_image_is_named_before_the_first_step(photos, tmp_p
     with pytest.raises(UserError, match=r"val/bee/2\.bmp"):
         train(on(photos), tmp_path / "run")
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
-    # Repaired, the same command trains in the same folder.
+    # After repair, the same command trains in the same folder.
     (photos / "val/bee/2.bmp").write_bytes(good)
     assert train(on(photos), tmp_path / "run")["val_images"] == 12
 
@@ -92,7 +92,7 @@ def test_many_validation_images_are_recognised_by_their_headers(
 def test_an_image_that_is_damaged_on_the_way_costs_no_step(
     part, changes, accumulate, photos, tmp_path, monkeypatch
 ):
-    """Named, everything up to there saved; repaired, the run ends as the undisturbed one."""
+    """The image is named and progress is saved; after repair the run ends as undisturbed."""
     config = on(photos, engine__accumulate=accumulate, schedule__save_every=8, **changes)
     train(config, tmp_path / "undisturbed")
     file = photos / part / "ant/3.bmp"
@@ -117,7 +117,7 @@ def test_an_image_that_is_damaged_on_the_way_costs_no_step(
 
 
 def test_an_evaluation_that_fails_costs_no_step(photos, tmp_path, monkeypatch):
-    """For whatever reason, and whether or not a checkpoint is due before it."""
+    """For any reason, with or without a checkpoint due before it."""
     config = on(photos, schedule__save_every=8)
     train(config, tmp_path / "undisturbed")
 
@@ -154,7 +154,7 @@ def test_a_damaged_training_image_is_replaced_and_named(
     assert "1 training images" in capsys.readouterr().err
 
 
-# -- images that changed before a run is resumed ---------------------------------------------------
+# -- images that changed before resuming -----------------------------------------------------------
 
 
 def overwritten(photos: Path) -> None:
@@ -194,7 +194,7 @@ def replaced(photos: Path) -> None:
 def test_a_run_is_not_resumed_on_other_images_unnoticed(
     change, named, large, photos, tmp_path, stop_before, monkeypatch
 ):
-    """Small datasets are compared by content, large ones by size and time of modification."""
+    """Small datasets are compared by content, large ones by size and modification time."""
     if large:
         monkeypatch.setattr(sources, "CONTENT_BYTES", 0)
         for number, file in enumerate(sorted(photos.rglob("*.bmp"))):
@@ -221,7 +221,7 @@ def test_a_run_is_resumed_on_a_copy_of_its_images(photos, tmp_path, stop_before)
     assert_same_run(tmp_path / "run", tmp_path / "undisturbed")
 
 
-# -- datasets and batches that cannot be meant -----------------------------------------------------
+# -- implausible datasets and batches --------------------------------------------------------------
 
 
 def test_one_class_is_refused(photos, tmp_path):

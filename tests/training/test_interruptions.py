@@ -1,4 +1,4 @@
-"""Signals and bad losses: what stops a run, and what it leaves behind."""
+"""Signals and bad losses: when a run stops, and what it saves."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_handlers_are_put_back(tmp_path):
 
 
 def test_signals_that_are_ignored_stay_ignored():
-    # Under nohup a closed terminal is no reason to stop.
+    # Under nohup a closed terminal does not stop the run.
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with SignalHandler().installed() as signals:
@@ -60,7 +60,7 @@ def test_signals_that_are_ignored_stay_ignored():
 def test_a_second_ctrl_c_stops_at_once():
     with SignalHandler().installed() as signals:
         os.kill(os.getpid(), signal.SIGINT)
-        # The same one again, from a launcher that passes it on.
+        # The same signal again, passed on by a launcher.
         os.kill(os.getpid(), signal.SIGINT)
         assert signals.signum == signal.SIGINT
         signals._since -= 2
@@ -80,7 +80,7 @@ def test_a_forked_worker_leaves_signals_to_the_training_process():
 
 @pytest.fixture
 def bad_loss(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Make the loss of chosen passes not a number."""
+    """Make the loss of chosen passes NaN."""
     original = Objective.loss
 
     def arrange(passes: set[int], value: float = float("nan")) -> None:
@@ -137,7 +137,7 @@ def test_a_loss_of_validation_that_is_not_finite_is_no_result(tmp_path):
 
 
 def test_a_skipped_update_changes_nothing_but_the_count(tmp_path, bad_loss):
-    # The very first update is left out, so the second one still finds the initial weights.
+    # The first update is skipped, so the second still sees the initial weights.
     bad_loss(set(range(8)))
     train(tiny(engine__max_bad_losses=8, schedule__snapshot_every=4), tmp_path / "run")
     from safetensors.torch import load_file
@@ -197,7 +197,7 @@ def test_ctrl_c_at_a_terminal_saves_and_leaves_no_process(tmp_path):
             break
     else:
         pytest.fail("no line of progress before the end")
-    # As a terminal does: to every process of the group.
+    # To every process of the group, as a terminal does.
     os.killpg(process.pid, signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130

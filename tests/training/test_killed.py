@@ -1,4 +1,4 @@
-"""What a run says when one of its processes is killed from outside, and what that costs."""
+"""Messages and exit codes when a process of a run is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes as a user starts them: torchrun, srun, or one command that starts the other."""
+"""Launchers: torchrun, srun, or one command that starts the processes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def started(
 
 
 def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Exit code and what was written to stderr; fails with that after three minutes."""
+    """Exit code and stderr; fails with stderr after three minutes."""
     try:
         _, errors = process.communicate(timeout=180)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGABRT)  # they say where they are, and end
+        os.killpg(process.pid, signal.SIGABRT)  # prints tracebacks and ends
         try:
             _, errors = process.communicate(timeout=20)
         except subprocess.TimeoutExpired:
@@ -46,7 +46,7 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def launch(launcher: str, how: str, words: list[str], folder: Path) -> tuple[list[int], str]:
-    """Train in `folder`; the exit codes of all processes that can be seen, and their errors.
+    """Train in `folder`; return the visible exit codes and errors.
 
     Checks that every process leaves nothing behind.
     """
@@ -55,7 +55,7 @@ def launch(launcher: str, how: str, words: list[str], folder: Path) -> tuple[lis
     words = [*words, "--output", str(folder)]
     own = [RANK, str(reports), how, *words]
     if launcher == "srun":
-        # What srun, and through it submitit, tells each of two tasks.
+        # Environment that srun, and submitit through it, sets for each of two tasks.
         with socket.socket() as free:
             free.bind(("", 0))
             port = str(free.getsockname()[1])
@@ -103,17 +103,17 @@ def test_torchrun_and_the_command_alone_train_the_same_in_two_processes(tmp_path
     ("launcher", "how", "codes"),
     [
         ("one", "SIGINT", [130]),
-        # Fabric watches what it has started, which therefore ends with 0 after a signal.
+        # Fabric monitors the processes it started, so they end with 0 after a signal.
         ("alone", "error", [1, 1]),
         ("alone", "SIGTERM", [143, 0]),
-        # What is killed says nothing, and does not end the other one without a word.
+        # The killed process prints nothing; the other one ends with a message.
         ("alone", "SIGKILL", [137, -signal.SIGKILL]),
         ("alone", "SIGKILL 0", [-signal.SIGKILL]),
         ("srun", "SIGKILL", [137, -signal.SIGKILL]),
-        # torchrun's own code for all that is not 0.
+        # torchrun's exit code for any failure.
         ("torchrun", "SIGTERM", [1]),
         ("srun", "end", [0, 0]),
-        # Of the other process nothing is known but that it is gone.
+        # The other process is only known to be gone.
         ("srun", "error", [137, 1]),
         ("srun", "SIGTERM", [143, 143]),
     ],
@@ -141,7 +141,7 @@ def test_two_machines_lose_one_and_go_on(tmp_path):
 
 
 def two_machines(how: str, words: list[str], folder: Path) -> tuple[list[int], str]:
-    """Train under a torchrun for each of two machines, both here: exit codes and errors."""
+    """Train under two torchruns, as on two machines; return exit codes and errors."""
     reports = folder.with_name(f"{folder.name}-{how}")
     reports.mkdir()
     with socket.socket() as free:

@@ -89,7 +89,7 @@ def test_mixing_is_decided_by_the_seed(batch):
 
 
 class Fixed(nn.Module):
-    """A model that gives the same logits for everything, and keeps what it saw."""
+    """A model with constant logits that records its inputs."""
 
     def __init__(self, logits: Tensor) -> None:
         super().__init__()

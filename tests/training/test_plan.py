@@ -1,4 +1,4 @@
-"""Steps, epochs, and what falls due when."""
+"""Steps, epochs, and when evaluations and checkpoints are due."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two processes are one run: same samples, same sums, same faults."""
+"""Two processes give the same samples, sums and faults as one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from locality.training.resolved_run import ResolvedRun
 
 from .conftest import assert_same_run, tiny, train, train_interrupted
 
-# Marked as a whole: the file is run by itself (see the Makefile).
+# Marked as a whole; the Makefile runs this file separately.
 pytestmark = pytest.mark.slow
 
 TWO = {"engine__devices": 2, "engine__strategy": "ddp_fork"}
@@ -27,7 +27,7 @@ def test_two_processes_train_as_one_with_twice_the_batch(tmp_path):
     same = {"schedule__steps": 20, "schedule__eval_every": 10, "overrides": {"drop_path_rate": 0}}
     # Each process mixes its own images.
     same |= {"augment__crop": "none", "augment__mixup": 0, "augment__cutmix": 0}
-    # The recipe's AdaMuon magnifies rounding, about forty times as much as AdamW.
+    # AdaMuon amplifies rounding about forty times as much as AdamW.
     same |= {"optim__name": "adamw", "optim__lr": 1e-3}
     expected = train(tiny(**same), tmp_path / "one")
     found = train(tiny(**same, **TWO), tmp_path / "two")

@@ -39,7 +39,7 @@ def test_the_deit_recipe_is_the_published_one():
     optimizer = torch.optim.AdamW([parameter], lr=config.optim.peak_lr(1024))
     schedule = create_schedule(optimizer, plan)
     rates = [schedule._get_lr(step)[0] for step in (plan.steps // 2, plan.steps - 1)]
-    # Half of the way down at half time, and only at the very end at the floor.
+    # Half-way down at half time; at the floor only at the end.
     assert rates == pytest.approx([(1e-3 + 1e-5) / 2, 1e-5], rel=1e-3)
     assert schedule._get_lr(290 * 100)[0] > 1.2e-5
     assert (config.schedule.warmup_lr, config.schedule.min_lr) == (1e-6, 1e-5)

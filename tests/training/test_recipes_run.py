@@ -1,4 +1,4 @@
-"""Every recipe runs from end to end, on small stand-ins for its model and its data."""
+"""Every recipe runs end to end with a small model and dataset."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def stand_in(config: RunConfig, images: Path) -> RunConfig:
         "engine.tensorboard": False,
         "engine.precision": "fp32",
         "schedule.eval_every": 1,
-        # Scaled to a batch of eight, peak rates lie below the recipes' floors.
+        # Scaled to a batch of eight, peak rates are below the recipes' minimum rates.
         "schedule.min_lr": 0.0,
         "schedule.warmup_lr": 0.0,
     }
@@ -69,7 +69,7 @@ def stand_in(config: RunConfig, images: Path) -> RunConfig:
     return replace(config, changes)
 
 
-# Those that between them take every way: a ViT and a CvT, other weights to start from, a teacher.
+# A subset that covers a ViT and a CvT, initial weights, and a teacher.
 FAST = ("deit_300", "finetune_384", "distill_hard")
 
 
@@ -87,7 +87,7 @@ def test_a_recipe_trains_evaluates_and_saves(name, images, tmp_path):
         train(replace(donor, {"model.img_size": 16}), tmp_path / "donor")
         config = replace(config, {"model.weights": str(tmp_path / "donor")})
     if name == "distill_hard":
-        # A teacher of its own normalisation and size, as a timm teacher may have.
+        # A teacher with other normalisation and size, like timm's.
         teacher = stand_in(recipe("digits"), images)
         train(replace(teacher, {"model.img_size": 16}), tmp_path / "teacher")
         config = replace(config, {"objective.teacher": str(tmp_path / "teacher")})

@@ -33,7 +33,7 @@ def run_in_pieces(config: RunConfig, folder: Path, stops: list[int], stop: Stop)
     train(config, folder)
 
 
-# The first and the last step, the one after an evaluation; the others in the slow tests.
+# First and last step, and the one after an evaluation; slow tests cover the others.
 @pytest.mark.parametrize(
     "step",
     [pytest.param(n, marks=() if n in (0, 3, 7) else pytest.mark.slow) for n in range(STEPS)],
@@ -85,7 +85,7 @@ COMBINATIONS = [
     for accumulate, workers in ((1, 2), (4, 0), (4, 2))
 ]
 
-# Everything at once, with a worker and without.
+# Everything at once, with and without a worker.
 FAST = [*COMBINATIONS[-3:-1], {"engine.accumulate": 1, "data.workers": 0, **SOME[-1]}]
 
 
@@ -103,9 +103,9 @@ def test_resuming_is_exact_whatever_is_on(changes, tmp_path, stop_before):
 
 @pytest.fixture
 def half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `engine.precision fp16-mixed` is on a GPU, on a processor, which can do it.
+    """`engine.precision fp16-mixed` on a CPU.
 
-    The scale begins where gradients overflow and grows every other step, so that much happens.
+    The scale starts where gradients overflow and grows every other step.
     """
 
     def scaler(device: str, enabled: bool) -> torch.amp.GradScaler:
@@ -188,7 +188,7 @@ def test_an_evaluation_that_was_interrupted_is_made_up_for(tmp_path, stop_before
         (lambda text: text.replace(",48,", ",49,"), 1),
         (lambda text: text.splitlines(True)[0], 1),
         (lambda text: "no table\n1\n", 1),
-        # Of a step that is repeated, and half a row: a killed run leaves them.
+        # A repeated step and half a row, as left by a killed run.
         (lambda text: text + text.splitlines(True)[1].replace("3,", "6,", 1) + "7,0.", 0),
     ],
     ids=["deleted", "changed", "emptied", "replaced", "grown"],
@@ -222,6 +222,6 @@ def test_a_configuration_that_is_not_the_checkpoints_is_refused(tmp_path, stop_b
     stop_before(None)
     with pytest.raises(UserError, match=r"config\.yaml.*optim\.lr"):
         train(run.read_config(), tmp_path / "run")
-    # What may differ between resumptions may be edited.
+    # Settings that may differ on resuming may be edited.
     run.config_file.write_text(text.replace("workers: 0", "workers: 1"))
     assert train(run.read_config(), tmp_path / "run")["steps"] == STEPS

@@ -1,4 +1,4 @@
-"""Run folders: what is in them, whose they are, and what is read back."""
+"""Run folders: contents, ownership and reading."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_last_snapshot_is_what_is_loaded(finished):
 
 
 def test_parameters_that_no_gradient_reaches_are_named_at_the_first_step(tmp_path, capsys):
-    # σ(−1000) is 0 to the last bit: neither the gates nor the positions behind them can learn.
+    # σ(−1000) is exactly 0: neither gates nor their positional parts can learn.
     shut = tiny(overrides={"gating_init": -1000.0, "drop_path_rate": 0.0}, schedule__steps=2)
     train_run(shut, tmp_path / "shut")
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "no gradient" in line]

@@ -1,4 +1,4 @@
-"""docs/scale.md says what benchmarks/scale.py computes, near what was measured."""
+"""The tables of docs/scale.md match benchmarks/scale.py and recorded measurements."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_tables_of_the_page_are_computed(scale):
 
 
 def test_the_time_of_a_step_is_near_the_recorded_one(scale):
-    # The fraction of peak of DeiTs is that of plain ViTs of other widths.
+    # DeiTs use the fraction of peak of plain ViTs of other widths.
     step = scale.plan(deit_300("deit_small")).step_seconds
     seconds = 1024 / 8 / scale.measured("deit_small")["images_per_second"]
     assert step == pytest.approx(seconds, rel=0.25)

@@ -171,7 +171,7 @@ def test_a_dry_run_counts_and_touches_nothing(tmp_path):
 
 def test_a_dry_run_counts_gradients_and_cores_of_many_processes():
     run = dry_run(tiny(engine__devices=4), images_per_second=1e9)
-    # A ring of four: three quarters of the gradients are summed, then as much is handed round.
+    # A ring of four: reduce-scatter and all-gather each send three quarters of the gradients.
     assert run.wire_bytes == 2 * 3 / 4 * 4 * run.run.trainable
     assert run.step_seconds == 16 / 1e9
     assert f"{run.cost.cores:,} cores" in str(run) and run.cost.cores > 100

@@ -1,4 +1,4 @@
-"""timm's models are trained, kept and used as ours are."""
+"""timm's models train, save and run like ours."""
 
 from __future__ import annotations
 

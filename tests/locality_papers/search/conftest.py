@@ -30,7 +30,7 @@ def space(base):
 def model(base, shaken):
     torch.manual_seed(0)
     model = shaken(build(base))
-    # Statistics as training leaves them: of no candidate, and not the ones BatchNorm starts with.
+    # BatchNorm statistics as after training: neither a candidate's nor the initial ones.
     for name, buffer in model.named_buffers():
         if name.endswith(("running_mean", "running_var")):
             buffer.uniform_(0.5, 1.5)

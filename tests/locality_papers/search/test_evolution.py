@@ -1,4 +1,4 @@
-"""Evolution finds what can be known to be there; dropped options are those that lose."""
+"""Evolution finds known optima; the worst options are dropped."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ SIX = SearchSpace(variant("cvt_pico").config.with_overrides(depth=(1, 2, 3)))
 
 
 def worth(space, numbers):
-    """A known accuracy: every block has an option it likes, and neighbours matter to each other."""
+    """A known accuracy with a best option per block and interactions between neighbours."""
     values = np.random.default_rng(3).normal(size=(space.blocks, 4))
     pairs = np.random.default_rng(4).normal(size=(space.blocks, 4, 4)) / 2
     digits = space.digits(np.array(numbers))
@@ -63,9 +63,9 @@ def test_options_that_lose_are_dropped(space):
     scores = {n: (float(likes[[0, 1, 2], row].sum()), 0.0) for n, row in enumerate(digits)}
     assert prune(Candidates(space), scores, 3)[1] == [2]
     assert prune(Candidates(space), scores, 5) == [[0, 3], [2], [0, 1, 2, 3]]
-    # However many are asked for, every block keeps its best.
+    # Every block keeps its best option, however many are dropped.
     assert prune(Candidates(space), scores, 12) == [[0], [2], [1]]
-    # Within a limit that only the cheapest candidate keeps to, its options stay.
+    # If only the cheapest candidate is within the limit, its options stay.
     least = float(space.bounds()[0].macs)
     kept = prune(Candidates(space, None, {"macs": least}), scores, 12)
     assert all(2 in row for row in kept)

@@ -1,4 +1,4 @@
-"""Whole searches of a few steps: what they leave, how they go on, and what they refuse."""
+"""Short whole searches: output files, resuming, and refusals."""
 
 import itertools
 import os
@@ -124,7 +124,7 @@ def test_a_finished_search_is_returned_and_another_one_refused(found):
 
 
 class Stop(Exception):
-    """In the place of a signal that cannot be caught."""
+    """Stands in for SIGKILL."""
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ class Stop(Exception):
 def test_stopped_anywhere_it_ends_with_the_same_candidates_and_weights(
     method, tmp_path, monkeypatch
 ):
-    """In the warm-up, in the supernet, and twice while candidates are evaluated."""
+    """Stops in warm-up, in the supernet, and twice during evaluation."""
     whole = searched(tmp_path / "whole", method=method)
 
     def stopping(original, after):

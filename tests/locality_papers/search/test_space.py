@@ -20,7 +20,7 @@ def space():
 
 
 def closed_form(config):
-    """Parameters and multiply-accumulates of a CvT, from its configuration alone."""
+    """Parameters and multiply-accumulates of a CvT, computed from its configuration."""
     width = config.stages[-1].embed_dim
     parameters = 2 * width + width * config.has_class_token
     macs = 0
@@ -96,7 +96,7 @@ def test_it_has_every_choice_of_every_block(space):
 
 
 def test_a_whole_small_space():
-    """Enumerated: all different, numbered in order, weighed alike one by one and together."""
+    """Enumerated: all distinct, numbered in order, costs equal alone and in batches."""
     base = CVT_13.with_overrides(depth=(1, 1, 2), img_size=32)
     space = SearchSpace(base)
     configs = [space[index] for index in range(256)]

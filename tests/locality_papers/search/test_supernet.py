@@ -1,4 +1,4 @@
-"""Theorems of the supernet: a candidate inside it is the candidate outside it."""
+"""A candidate inside the supernet equals the standalone model."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def test_every_candidate_is_extracted_exactly(model, space, images, mode):
     getattr(model, mode)()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     for index in range(len(space)):
-        model.load_state_dict(state)  # in training mode running statistics move
+        model.load_state_dict(state)  # training mode updates running statistics
         small = extract(model, space, index)
         assert small.config == space[index] and small.training == (mode == "train")
         torch.manual_seed(index)
@@ -76,7 +76,7 @@ def test_candidates_learn_from_the_largest(model, images):
     correct = objective.batch_metrics(logits.sum(), logits, labels)[1]
     assert correct == (logits[0].argmax(dim=1) == labels).sum()
     gradient = logits.grad * 3
-    # Cross entropy pulls at probability − target: labels' for the largest, its own for the others.
+    # Gradient: probability − target, which is the label for the largest, its output for others.
     found, hard = logits.softmax(dim=2), torch.nn.functional.one_hot(labels, 10)
     torch.testing.assert_close(gradient[0], (found[0] - hard) / 6)
     torch.testing.assert_close(gradient[1:], (found[1:] - found[:1]) / 6)
