@@ -328,7 +328,7 @@ def image_files(given: Iterable[str]) -> Iterator[Path]:
         elif path.exists():
             yield path
         else:
-            raise FileNotFoundError(f"no file or folder {path}")
+            raise FileNotFoundError(f"there is no file or folder {path}")
 
 
 def read_image(file: Path, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:

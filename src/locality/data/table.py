@@ -252,7 +252,7 @@ class _Table:
             return left[:1]
         listed = some(map(self.called, left or [self.images]), quote="")
         if not left:
-            raise UserError(f"'{self.path}' has no class column besides {listed}")
+            raise UserError(f"'{self.path}' has no column of classes besides {listed}")
         raise UserError(
             f"{listed} of '{self.path}' could be the classes; give one, such as "
             f"--data.label_column {left[0] + 1}"
