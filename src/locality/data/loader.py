@@ -271,7 +271,7 @@ def _end_worker(error: BaseException, item: object) -> None:
 
 @contextlib.contextmanager
 def _block_signals() -> Iterator[None]:
-    """Block Ctrl-C and SIGTERM while workers start, which would die of them."""
+    """Block Ctrl-C and SIGTERM while workers start: they would end a starting worker."""
     if not _CAN_BLOCK:
         yield
         return

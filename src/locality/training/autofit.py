@@ -283,7 +283,7 @@ def _chosen(run: ResolvedRun, why: str) -> list[str]:
     model, (height, width) = run.config.model.name, run.img_size
     lines = [f"model   {model} at {height}×{width}: {why}"]
     if family_of(model) == "cvt":
-        lines.append("page    explore --live does not support CvT; it does --model convit_nano")
+        lines.append("page    explore --live does not support CvT; give --model convit_nano")
     return lines
 
 

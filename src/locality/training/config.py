@@ -439,7 +439,7 @@ def _children(folder: Path) -> Sequence[Path]:
 
 
 def computation_settings(config: RunConfig) -> dict[str, Any]:
-    """The settings that change what a run computes, as plain values."""
+    """The settings that affect the result of a run, as plain values."""
     values = settings.to_dict(config)
     for name in settings.with_role(RunConfig, "how"):
         group, _, setting = name.partition(".")

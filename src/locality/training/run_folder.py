@@ -81,7 +81,7 @@ class RunFolder:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it holds a result."""
+        """Whether the run has a result."""
         return self.result_file.exists()
 
     def prepare(self, config: RunConfig) -> None:
