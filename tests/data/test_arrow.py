@@ -234,7 +234,7 @@ def test_parts_with_different_classes(tmp_path):
         ([-1, 1], [0], "from -1 to 1"),
         ([0, 2**62], [0], "from 0 to 4611686018427387904"),
         ([0, None], [0], "1 rows of train"),
-        ([0.5, 1.0], [0.5], "whole numbers"),
+        ([0.5, 1.0], [0.5], "integers"),
     ],
 )
 def test_labels_that_are_no_classes(tmp_path, train, val, named):

@@ -105,5 +105,5 @@ def test_labels_that_are_missing_and_images_without_a_number(real, image_file):
         with pytest.raises(UserError, match="real"):
             opened("imagenet_real", root, real_labels=given)
     image_file(root / "val" / "n0" / "cat.jpeg")
-    with pytest.raises(UserError, match="not named as"):
+    with pytest.raises(UserError, match="not named like"):
         opened("imagenet_real", root, real_labels=str(labels))

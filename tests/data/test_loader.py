@@ -318,7 +318,7 @@ def test_evaluation_stops_at_a_bad_image_or_leaves_it_out():
         ({"batch_size": 8, "accumulate": 3}, "multiple of 3"),
         ({"batch_size": 0}, "batch of 0"),
         ({"rank": 2, "world_size": 2}, "rank 2"),
-        ({"start_step": 5, "stop_step": 4}, "5 to 4"),
+        ({"start_step": 5, "stop_step": 4}, "start_step is 5"),
     ],
 )
 def test_impossible_settings_and_arrays_are_refused(digits, settings, named):

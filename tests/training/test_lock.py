@@ -68,7 +68,7 @@ def test_the_folder_is_taken_while_any_process_of_the_run_lives(tmp_path):
     with holder(tmp_path / "lock", "acquire") as launcher, holder(tmp_path / "lock", "join"):
         launcher.kill()
         launcher.wait()
-        with pytest.raises(UserError, match="what is left of it"):
+        with pytest.raises(UserError, match="remaining processes"):
             FolderLock(tmp_path / "lock").acquire(timeout=0.2)
     FolderLock(tmp_path / "lock").acquire(timeout=0)
 

@@ -1,11 +1,11 @@
 """Folders of Parquet or Arrow files: random access to millions of images in a few files.
 
-Read through Hugging Face's `datasets`, memory-mapped, so that the index costs no memory and any
-image can be had at once, as position-keyed loading needs it.
+Read through Hugging Face's `datasets`, memory-mapped: the index takes no memory, and position-keyed
+loading can read any image directly.
 
-Arrow files are read where they lie. Parquet files are first converted into Arrow files in a cache
-(`locality` in that of `datasets`, see HF_HOME), once, which takes as much disk again and is logged.
-A small Parquet file can hold terabytes, so what is written is bounded by the size of the file.
+Arrow files are read in place. Parquet files are converted to Arrow once, into a cache (`locality`
+in the cache of `datasets`, see HF_HOME); this takes as much disk space again and is logged. A small
+Parquet file can expand to terabytes, so the copy's size is limited relative to the file's.
 """
 
 from __future__ import annotations
@@ -35,19 +35,18 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("locality")
 
-# Image files hardly compress, and labels are small beside them: what Parquet files may hold, in
-# bytes and as a multiple of their size.
+# Limits of a Parquet file's uncompressed size, in bytes and as a multiple of the file's: images
+# hardly compress, and labels are small.
 _MIN_UNCOMPRESSED_LIMIT, _MAX_COMPRESSION = 1 << 24, 100
-# Rows that are converted together.
 _BATCH_ROWS = 100
-# ImageNet has 21,841.
+# ImageNet-22k has 21,841.
 _MAX_CLASSES = 1_000_000
 
 
 class ArrowSource(ImageSource):
-    """The rows of a Hugging Face dataset with an image and a class per row.
+    """A Hugging Face dataset with an image and a class per row.
 
-    A row may name a file instead, which has to lie in the folder `inside` where that is given.
+    A row may name a file instead, which must be in the folder `inside` if that is given.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class ArrowSource(ImageSource):
         files: Sequence[tuple[str, str]] = (),
         inside: Path | None = None,
     ) -> None:
-        # As Arrow's own cells, which leaves images undecoded and is the fastest way to one row.
+        # Arrow cells leave images undecoded and are the fastest access to single rows.
         self.rows = rows.select_columns([image_column]).with_format("arrow")
         self.labels = np.asarray(labels, dtype=np.int64)
         self.name = name
@@ -72,7 +71,7 @@ class ArrowSource(ImageSource):
         return decode(self.read_bytes(index), self.decoding)
 
     def read_bytes(self, index: int) -> bytes:
-        """The image file as it is in the row."""
+        """The encoded image of a row."""
         cell = self._cell(index)
         if isinstance(cell, bytes):
             return cell
@@ -86,7 +85,7 @@ class ArrowSource(ImageSource):
         return read_bytes(path)
 
     def files(self, indices: npt.NDArray[np.int64]) -> Sequence[tuple[str, str]]:
-        """All of the dataset's files: which of them hold the rows asked for is not known."""
+        """All files of the dataset: which of them hold these rows is not known."""
         return self._files
 
     def _cell(self, index: int) -> Any:
@@ -101,13 +100,12 @@ class ArrowSource(ImageSource):
 def open_arrow(config: DataConfig) -> tuple[list[str], ImageSource, ImageSource | None]:
     """Classes, training and validation images of a folder of Parquet or Arrow files.
 
-    Files belong to the part that their folder's or their own name begins with: train, and val,
-    validation, valid, dev or test. Without such names all of them are training images and the
+    Files belong to the split that their folder or file name begins with: train, and val,
+    validation, valid, dev or test. Without these names all images are training images and the
     third value is None.
 
     Args:
-        config: its root is the folder; its columns are given where there is more than one
-            candidate.
+        config: its root is the folder; its columns are needed if several qualify.
     """
     folder = require_folder(config.root)
     parts = _parts(folder)
@@ -134,7 +132,7 @@ def open_arrow(config: DataConfig) -> tuple[list[str], ImageSource, ImageSource 
 
 
 def huggingface_datasets() -> Any:
-    """The optional package, or the error that says how to install it."""
+    """The optional package `datasets`; the error says how to install it."""
     require("a folder of Parquet or Arrow files", "locality[arrow]", "datasets")
     import datasets
 
@@ -142,7 +140,7 @@ def huggingface_datasets() -> Any:
 
 
 def _parts(folder: Path) -> dict[str, list[Path]]:
-    """Files by part; everything is training data where no name says otherwise."""
+    """Files by split; all are training data unless their names say otherwise."""
     files = sorted(
         path
         for suffix in ("arrow", "parquet")
@@ -184,7 +182,7 @@ def _read(files: list[Path], part: str, folder: Path) -> datasets.Dataset:
 
 
 def _convert_parquet(path: Path) -> Path:
-    """A Parquet file as an Arrow file in the cache, written the first time."""
+    """Convert a Parquet file to a cached Arrow file, once."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -199,9 +197,9 @@ def _convert_parquet(path: Path) -> Path:
         about = file.metadata
         groups = [about.row_group(n).total_byte_size for n in range(about.num_row_groups)]
         _check_uncompressed(path, sum(groups), most)
-        _log.warning("'%s' is converted to Arrow, once; the copy is '%s'", path, target)
+        _log.warning("converting '%s' to Arrow, once; the copy is '%s'", path, target)
         cache.mkdir(parents=True, exist_ok=True)
-        # Values that are there once may stand in many rows, each of which is written in full.
+        # A value stored once may be used by many rows, each of which is written in full.
         rows = min(_BATCH_ROWS, max(1, _MIN_UNCOMPRESSED_LIMIT // max(1, *groups)))
         with atomic_file(target) as out, pa.ipc.new_stream(out, file.schema_arrow) as stream:
             for batch in file.iter_batches(rows):
@@ -213,21 +211,21 @@ def _convert_parquet(path: Path) -> Path:
 def _check_uncompressed(path: Path, size: int, most: int) -> None:
     if size > most:
         raise UserError(
-            f"'{path}' would take more than {most:,} bytes as Arrow; images do not compress so much"
+            f"'{path}' expands to more than {most:,} bytes; image files do not compress that much"
         )
 
 
 def _column(
     what: str, config: DataConfig, rows: datasets.Dataset, feature: type, usual: tuple[str, ...]
 ) -> str:
-    """The column that was given, or the only one of that feature, or the one with a usual name."""
+    """The given column, else the only one of that feature, else the one with a usual name."""
     given = getattr(config, f"{what}_column")
     found = [name for name, has in rows.features.items() if isinstance(has, feature)]
     candidates = [given] if given is not None else found or usual
     candidates = [name for name in candidates if name in rows.features]
     if len(candidates) == 1:
         return candidates[0]
-    several = f"several ({some(candidates)})" if candidates else "none"
+    several = f"several candidates ({some(candidates)})" if candidates else "no candidate"
     raise UserError(
         f"'{config.root}' has {several} for the {what} column among {some(rows.features)}; give "
         f"{what}_column"
@@ -235,14 +233,14 @@ def _column(
 
 
 def _classes(rows: datasets.Dataset, column: str, folder: Path) -> list[str]:
-    """Names where the files have them, texts, or else the numbers."""
+    """Class names declared in the files, else text labels, else numbers."""
     if names := _names(rows, column):
         return names
     values = rows.data.column(column).unique().drop_null().to_pylist()
     if all(isinstance(value, str) for value in values):
         return sort_classes(values)
     if not all(isinstance(value, int) for value in values):
-        raise UserError(f"the column {column} holds neither names nor whole numbers")
+        raise UserError(f"the column {column} holds neither names nor integers")
     _check_numbers(values, _MAX_CLASSES, f"{column} of train in '{folder}'")
     return [str(number) for number in range(max(values, default=-1) + 1)]
 
@@ -253,7 +251,9 @@ def _names(rows: datasets.Dataset, column: str) -> list[str]:
 
 def _check_numbers(values: Any, count: int, what: str) -> None:
     if len(values) and not 0 <= min(values) <= max(values) < count:
-        raise UserError(f"{what} goes from {min(values)} to {max(values)}; give 0 to {count - 1:,}")
+        raise UserError(
+            f"{what} ranges from {min(values)} to {max(values)}; give 0 to {count - 1:,}"
+        )
 
 
 def _labels(

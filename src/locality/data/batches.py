@@ -1,9 +1,9 @@
 """Batches as functions of their number.
 
-Training counts positions: step s of a run with global batch G covers the positions s·G … s·G+G−1,
-whatever the number of processes, of accumulated micro-batches and of workers. Positions say which
-sample comes (`sampling.sample_order`) and seed its augmentation. A worker that is asked for
-micro-batch number m needs nothing else. All it keeps for the next are images, decoded and resized.
+Training counts positions: step s of a run with global batch size G covers positions s·G … s·G+G−1,
+for any number of processes, accumulated micro-batches and workers. A position determines the sample
+(`sampling.sample_order`) and seeds its augmentation, so a worker needs only the micro-batch number.
+Its only state is a cache of decoded and resized images.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OnBad = Literal["error", "skip"]
 
 # How often a replacement for an unreadable image is drawn before giving up on the dataset.
 _MAX_REPLACEMENTS = 100
-# Prepared images are kept where all fit into this, in each loading process.
+# Prepared images are cached if all of them fit into this, in each loading process.
 _KEPT_BYTES = 128_000_000
 
 
@@ -56,10 +56,10 @@ class Batch:
     Attributes:
         images: (B, 3, H, W) float32, normalised.
         targets: (B,) int64 classes.
-        indices: (B,) int64, the images' numbers in their source.
-        positions: (B,) int64, their places in the run; the indices again in evaluation.
-        step: number of the optimiser step, or of the batch in evaluation.
-        micro: number of the micro-batch within the step.
+        indices: (B,) int64, indices into the source.
+        positions: (B,) int64, positions in the run; the indices again in evaluation.
+        step: the optimiser step, or the batch number in evaluation.
+        micro: the micro-batch within the step.
     """
 
     images: torch.Tensor
@@ -73,21 +73,21 @@ class Batch:
         return len(self.targets)
 
     def pin_memory(self) -> Batch:
-        """The same batch in page-locked memory, from which copies to a GPU need no waiting."""
+        """The same batch in page-locked memory, for asynchronous copies to a GPU."""
         return replace(self, images=self.images.pin_memory(), targets=self.targets.pin_memory())
 
 
 class UnreadableImage(NamedTuple):
-    """The name of an image that could not be decoded, and why."""
+    """An image that could not be decoded, and why."""
 
     image: str
     reason: str
 
 
 class LoadedBatch(NamedTuple):
-    """What a worker sends: a batch, the images that it skipped, and an error instead of a batch.
+    """A worker's result: a batch or an error, and the images skipped.
 
-    Errors travel as values: torch would wrap an exception's message in a worker's traceback.
+    Errors are values: torch would wrap an exception's message in a worker's traceback.
     """
 
     batch: Batch | None
@@ -97,14 +97,14 @@ class LoadedBatch(NamedTuple):
 
 @dataclass(eq=False)
 class Batches(Dataset, ABC):
-    """Numbers → batches of some images, as a loading process makes them.
+    """A dataset of batches by number, made in the loading process.
 
     Attributes:
         source: the images.
         preprocessing: how they are resized and normalised.
-        batch_size: images at once: of all processes while training, of this one in evaluation.
-        rank, world_size: this process and how many there are.
-        on_bad: what to do about an image that cannot be decoded.
+        batch_size: images per batch: of all processes in training, of this one in evaluation.
+        rank, world_size: this process and the number of processes.
+        on_bad: whether an image that cannot be decoded is an error or skipped.
     """
 
     source: ImageSource
@@ -118,7 +118,7 @@ class Batches(Dataset, ABC):
 
     @abstractmethod
     def batch(self, number: int, skipped: list[UnreadableImage]) -> Batch | None:
-        """Batch `number`; what could not be read joins `skipped`."""
+        """Batch `number`; unreadable images are appended to `skipped`."""
 
     def __getitem__(self, number: int) -> LoadedBatch:
         skipped: list[UnreadableImage] = []
@@ -129,7 +129,7 @@ class Batches(Dataset, ABC):
                 return LoadedBatch(None, error=str(error))
 
     def read(self, index: int, skipped: list[UnreadableImage]) -> Image.Image | None:
-        """An image, prepared; None if it cannot be decoded and may be left out."""
+        """A prepared image; None if it cannot be decoded and may be skipped."""
         if (kept := self._kept.get(index)) is not None:
             return kept
         try:
@@ -149,12 +149,12 @@ class Batches(Dataset, ABC):
 
     @cached_property
     def _keeps(self) -> bool:
-        """Whether images are decoded and resized once; to crop or to flip them costs nothing."""
+        """Whether to cache decoded and resized images; cropping and flipping are cheap."""
         each = self.transform.prepared_bytes
         return each is not None and each * len(self.source) <= _KEPT_BYTES
 
     def in_memory(self) -> torch.Tensor | None:
-        """All images, (n, 3, H, W) uint8, where the transform can take them as they are."""
+        """All images, (n, 3, H, W) uint8, if the transform accepts them unchanged."""
         pixels = self.source.pixels
         return pixels if pixels is not None and self.transform.accepts_tensors(pixels) else None
 
@@ -166,7 +166,7 @@ class Batches(Dataset, ABC):
         step: int,
         micro: int = 0,
     ) -> Batch:
-        """The batch of transformed images, (B, 3, H, W) uint8, or one by one."""
+        """A batch from transformed images, (B, 3, H, W) uint8 or a list."""
         targets = torch.from_numpy(self.source.labels[indices])
         images = normalise(pixels, self.preprocessing)
         return Batch(images, targets, indices, positions, step, micro)
@@ -174,10 +174,10 @@ class Batches(Dataset, ABC):
 
 @dataclass(eq=False)
 class TrainBatches(Batches):
-    """Micro-batch number → its content. Number n is micro-batch n mod A of step n div A.
+    """Training micro-batches; number n is micro-batch n mod A of step n div A.
 
-    Positions are dealt in turn to the micro-batches of all processes, so that the copies which
-    repeated augmentation puts side by side come to different processes, as in the DeiT recipe.
+    Positions are dealt in turn to the micro-batches of all processes, so that the adjacent copies
+    of repeated augmentation go to different processes, as in the DeiT recipe.
     """
 
     augment: AugmentConfig
@@ -216,12 +216,12 @@ class TrainBatches(Batches):
         return hash_seed(self.seed, stream, positions).tolist()
 
     def _uniform(self, positions: Indices, count: int) -> torch.Tensor:
-        """(B, count) float32 numbers in [0, 1) of the affine maps."""
+        """(B, count) float32 in [0, 1) for the affine maps."""
         drawn = hash_seed(self.seed, Stream.AFFINE, positions[:, None], np.arange(count))
         return torch.from_numpy((drawn >> np.uint64(40)).astype(np.float32) / 2**24)
 
     def _drawn(self, pixels: torch.Tensor, positions: Indices) -> torch.Tensor:
-        """Images that are in memory, transformed."""
+        """Transform images that are in memory."""
         if self.transform.fixed:
             return pixels
         drawn, seeds = [], self._seeds(Stream.AUGMENT, positions)
@@ -233,12 +233,12 @@ class TrainBatches(Batches):
     def _read(
         self, positions: Indices, indices: Indices, skipped: list[UnreadableImage]
     ) -> list[torch.Tensor]:
-        """Images read and transformed; `indices` are put right where another takes a place."""
+        """Read and transform images; replacements are entered into `indices`."""
         images, seeds = [], self._seeds(Stream.AUGMENT, positions)
         order = zip(positions.tolist(), indices.tolist(), seeds, strict=True)
         for place, (position, index, seed) in enumerate(order):
             image, indices[place] = self._readable(position, index, skipped)
-            # Seeded after reading, so that nothing a decoder draws can matter.
+            # Seeded after reading, in case a decoder draws random numbers.
             seed_generators(seed)
             images.append(self.transform.drawn(image))
         return images
@@ -246,7 +246,7 @@ class TrainBatches(Batches):
     def _readable(
         self, position: int, index: int, skipped: list[UnreadableImage]
     ) -> tuple[Image.Image, int]:
-        # The image due here, and what may replace it, in a fixed random order.
+        # The image at this position, then its replacements in a fixed random order.
         others = (
             int(
                 hash_seed(self.seed, Stream.REPLACE, position, attempt)[0]
@@ -265,7 +265,7 @@ class TrainBatches(Batches):
 
 @dataclass(eq=False)
 class EvalBatches(Batches):
-    """Batch number → its content, of the images that belong to this process."""
+    """Evaluation batches of this process's images."""
 
     def __post_init__(self) -> None:
         self.transform = eval_transform(self.preprocessing)

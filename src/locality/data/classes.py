@@ -1,8 +1,8 @@
-"""Class names: their order, and how those of images and of a model differ.
+"""Class names: their order, and differences between datasets and models.
 
 Classes are sorted as text, by code point ("1", "10", "2"), as torchvision, Keras and `datasets`
-number the folders of a data set; runs and saved models record their own order. Whatever the order,
-names are what joins labels and outputs.
+number class folders; runs and saved models record their own order. Labels and outputs are always
+matched by name.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from locality.errors import some
 
 
 def sort_classes(names: Iterable[str]) -> list[str]:
-    """Class names in the order in which they are numbered, each once."""
+    """Unique class names, sorted."""
     return sorted(set(names))
 
 
 def joinable(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    """Names that classes can be joined by: None without names, or if one is of several classes."""
+    """`names`, if classes can be matched by them; None without names or with duplicates."""
     return names if names is not None and len(set(names)) == len(names) else None
 
 
 def class_difference(parts: Mapping[str, Iterable[str]]) -> str:
-    """Which classes not all parts have, in words; empty when they agree."""
+    """The classes that some splits lack, in words; empty if they agree."""
     classes = {part: set(names) for part, names in parts.items()}
     shared = set.intersection(*classes.values())
     only = {part: sort_classes(names - shared) for part, names in classes.items()}
@@ -34,10 +34,10 @@ _FEW, _RATIO = 10, 10
 
 
 def imbalance(counts: Mapping[str, int]) -> str:
-    """What to do about classes of very different size; "" about others.
+    """Advice on classes of very different size; "" otherwise.
 
     Args:
-        counts: class → how many images it has.
+        counts: images per class.
     """
     held = {name: count for name, count in counts.items() if count}
     if not held:
@@ -49,7 +49,7 @@ def imbalance(counts: Mapping[str, int]) -> str:
     named = f"; fewer than {_FEW}: {some(few, quote='')}" if few else ""
     return (
         f"classes have from {held[least]:,} ({least}) to {held[most]:,} images ({most}){named}; "
-        f"look at every class, since a rare one hardly changes top-1, give it more images, or "
+        f"rare classes hardly change top-1: look at each class's accuracy, add images, or "
         f"train with --objective.class_weights true"
     )
 

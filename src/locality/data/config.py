@@ -14,27 +14,27 @@ from locality.errors import UserError
 from locality.files import read_yaml
 from locality.settings import check, setting
 
-# Pillow refuses images with more pixels than this as decompression bombs, or warns about them.
+# Pillow warns of decompression bombs beyond this many pixels, and refuses twice as many.
 PIXEL_LIMIT = 89_478_485
 
-# Of ImageNet's training images, per channel on the 0 … 1 scale; what the public weights expect.
+# Statistics of ImageNet's training images, per channel, 0 … 1; public weights expect them.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 DATASETS: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("datasets.yaml"))
-"""The rows of `datasets.yaml`, by name."""
+"""The rows of `datasets.yaml` by dataset name."""
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"]
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """Settings of decoding; see `locality.data.decoding`.
+    """Decoding settings; see `locality.data.decoding`.
 
     Attributes:
-        exif: turn and mirror the image as its EXIF orientation says.
-        max_pixels: refuse larger images before they take up memory.
+        exif: apply the EXIF orientation.
+        max_pixels: refuse larger images before allocating memory.
         grey_bits: as in `DataConfig`.
     """
 
@@ -48,50 +48,48 @@ DEFAULT_DECODING = Decoding()
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which images a run trains on and which it is evaluated on.
+    """The training and validation images of a run.
 
     Attributes:
         dataset: digits, folder (a folder of images per class), table, arrow, cifar10, cifar100,
             fashion_mnist, flowers102, pets, imagenet, imagenet100, imagenet_v2, imagenet_real,
             or motifs_0, motifs_50 or motifs_100 (`locality.data.motifs`).
         root: folder of the dataset; `digits` and motifs have none, and `fashion_mnist` needs none
-            where Debian's package is installed.
+            if Debian's package is installed.
         download: let torchvision fetch what is missing (CIFAR, Fashion-MNIST, Flowers-102, Pets).
-        part: which part of each class's images a run may use at all, for training or evaluation, as
-            two fractions of an order that is always the same: (0, 0.25) to choose settings on and
-            (0.25, 1) to report share no image, whatever the other settings.
+        part: part of each class's images available for training and evaluation, as two fractions
+            of a fixed order: (0, 0.25) to choose settings and (0.25, 1) to report share no image,
+            whatever the other settings.
         fraction: fraction of each class's training images to keep, in (0, 1].
-        subset: "balanced" keeps a seeded random choice, nested from one fraction to the next;
-            "sorted" keeps the first int(n · fraction) file names of each class, as the code that
-            was released with the ConViT paper does.
-        train_part: which part of each class's training images a run may use, as two fractions of
-            an order that `split_seed` draws: (0, 0.2) and (0.2, 1) share no image. `fraction` is of
-            this part.
-        val_part: evaluate on this part of the training images, which must not overlap
-            `train_part`, instead of on the validation images: to choose settings by.
-        fold: (i, k) evaluates on the i-th, from 0, of k equal parts of the images that could be
-            trained on, and trains on the others; a validation part there may be is left alone.
+        subset: "balanced" is a seeded random choice, nested across fractions; "sorted" keeps the
+            first int(n · fraction) file names of each class, as the code released with the ConViT
+            paper does.
+        train_part: part of each class's training images to use, as two fractions of an order drawn
+            by `split_seed`: (0, 0.2) and (0.2, 1) share no image. `fraction` applies to this part.
+        val_part: evaluate on this part of the training images instead of the validation split, to
+            choose settings; must not overlap `train_part`.
+        fold: (i, k) evaluates on the i-th (from 0) of k equal parts of the training images and
+            trains on the others; an existing validation split is ignored.
         first_classes: keep the first k classes in sorted order; None keeps all.
         skip_classes: leave out the first k classes.
-        subset_seed: seed of the balanced choice; None takes the run's seed.
-        val_fraction: fraction of each class set aside when the dataset has no validation part.
-        split_seed: seed of that split and of the parts; not the run's, so that all seeds are
-            evaluated alike.
-        on_bad_image: what to do with a file that cannot be decoded: "error" names it and stops,
-            "skip" leaves it out and counts it, "auto" skips while training and stops otherwise.
-        on_changed_images: what to do when a run is resumed and its images are no longer those of
-            its checkpoint: "error" says which changed and stops, "resume" goes on with them.
+        subset_seed: seed of the balanced choice; None is the run's seed.
+        val_fraction: fraction of each class held out if the dataset has no validation split.
+        split_seed: seed of that split and of the parts; not the run's, so that all seeds share the
+            validation images.
+        on_bad_image: what to do with a file that cannot be decoded: "error" stops and names it,
+            "skip" leaves it out and counts it, "auto" skips in training and stops in evaluation.
+        on_changed_images: what to do if a run is resumed and its images differ from those of the
+            checkpoint: "error" stops and names them, "resume" continues.
         max_bad_images: how many different files may be skipped before the run stops.
         max_pixels: images with more pixels are treated as files that cannot be decoded.
-        exif: turn images as their EXIF orientation says. Off by default: the published accuracies
-            were measured without.
+        exif: apply the EXIF orientation. Off by default, as in the published evaluations.
         grey_bits: bits that 16-bit greys use: 12 if 4095 is white, as in files of many cameras.
-        real_labels: the ReaL labels' `real.json`, needed by `imagenet_real`.
-        image_column: column with the images of an `arrow` dataset or, by name or number from 1, of
-            a `table`; needed if several could be it.
+        real_labels: path of the ReaL labels, `real.json`; required by `imagenet_real`.
+        image_column: image column of an `arrow` dataset or, by name or number from 1, of a
+            `table`; needed if several columns qualify.
         label_column: the same for labels.
-        allow_outside: read images that a `table` or an `arrow` dataset names outside of its folder.
-            Off by default: such a dataset could name any file of this machine.
+        allow_outside: read images outside the folder that a `table` or `arrow` dataset refers to.
+            Off by default: they could be any file on this machine.
         workers: processes that load images; 0 loads in the training process.
     """
 
@@ -133,8 +131,8 @@ class DataConfig:
             lows, highs = zip(self.train_part, self.val_part, strict=True)
             if max(lows) < min(highs):
                 raise UserError(
-                    f"train_part {self.train_part} and val_part {self.val_part} overlap; a model "
-                    f"is not evaluated on what it was trained on"
+                    f"train_part {self.train_part} and val_part {self.val_part} overlap; give "
+                    f"parts that do not"
                 )
         if self.fold is not None:
             checks.integer("fold's k", self.fold[1], 2)
@@ -144,18 +142,18 @@ class DataConfig:
 
     @property
     def percent(self) -> str:
-        """The fraction of the training images in percent, for names."""
+        """`fraction` in percent, for names."""
         return f"{100 * self.fraction:g}"
 
     @property
     def train_share(self) -> float:
-        """The part of the training images that a run trains on, classes left out aside."""
+        """The share of the training images used, not counting left-out classes."""
         low, high = self.train_part
         return (high - low) * self.fraction * (1 - 1 / self.fold[1] if self.fold else 1)
 
     @property
     def decoding(self) -> Decoding:
-        """The settings that concern decoding."""
+        """The decoding settings."""
         return Decoding(self.exif, self.max_pixels, self.grey_bits)
 
     def on_bad(self, training: bool) -> Literal["error", "skip"]:
@@ -170,14 +168,14 @@ class Preprocessing:
     """Deterministic preprocessing, in timm's terms.
 
     Attributes:
-        img_size: pixels of the result, a number or (height, width); None is the model's own.
-        mean: of each channel, on the 0 … 1 scale, which is subtracted.
-        std: divisor of each channel, on the 0 … 1 scale.
+        img_size: image size in pixels, a number or (height, width); None is the model's own.
+        mean: mean of each channel, on the 0 … 1 scale.
+        std: standard deviation of each channel, on the 0 … 1 scale.
         interpolation: used for every resize.
-        crop_pct: the shorter side is resized to image size / crop_pct before the centre is cut;
+        crop_pct: the shorter side is resized to image size / crop_pct before the centre crop;
             0.875 is 256 → 224.
-        crop_mode: "center" cuts the centre; "squash" resizes both sides to the image size instead,
-            whatever the aspect ratio.
+        crop_mode: "center" keeps the aspect ratio and crops the centre; "squash" resizes both
+            sides, ignoring the aspect ratio.
     """
 
     img_size: checks.ImageSize | None = None
@@ -196,18 +194,18 @@ class Preprocessing:
 
     @classmethod
     def imagenet(cls, img_size: int | tuple[int, int], in_chans: int = 3) -> Preprocessing:
-        """ImageNet's, for a model that does not say; without colours, the mean over ImageNet's."""
+        """ImageNet's statistics, for models that state none; their mean unless `in_chans` is 3."""
         if in_chans == 3:
             return cls(img_size)
         mean, std = (sum(of) / 3 for of in (IMAGENET_MEAN, IMAGENET_STD))
         return cls(img_size, (mean,) * in_chans, (std,) * in_chans)
 
     def at(self, img_size: int | tuple[int, int]) -> Preprocessing:
-        """The same for images of another size."""
+        """The same preprocessing at another image size."""
         return replace(self, img_size=img_size)
 
     def with_default_size(self, img_size: int | tuple[int, int]) -> Preprocessing:
-        """The same, with a model's image size where none is given."""
+        """The same preprocessing, with `img_size` if it has none."""
         return self.at(img_size) if self.img_size is None else self
 
     @property
@@ -220,7 +218,7 @@ class Preprocessing:
 
 @dataclass(frozen=True)
 class AugmentConfig:
-    """How training images are changed. The defaults change little; recipes state everything.
+    """Augmentation of training images. The defaults are mild; recipes set every value.
 
     Attributes:
         crop: "resized" is a random area and aspect ratio (RandomResizedCrop); "pad" resizes,
@@ -229,18 +227,18 @@ class AugmentConfig:
         scale: area range of the "resized" crop, as fractions of the image.
         ratio: aspect-ratio range (width / height) of the "resized" crop.
         hflip: probability of a horizontal flip.
-        color_jitter: strength of brightness, contrast and saturation jitter; timm leaves it out
-            when `auto_augment` is set.
+        color_jitter: strength of brightness, contrast and saturation jitter; ignored if
+            `auto_augment` is set, as in timm.
         auto_augment: timm's policy string, such as "rand-m9-mstd0.5-inc1".
         affine: strength of random affine maps: rotation by up to this many degrees, and scale and
-            shear by up to as many percent. What lies outside the image is black.
+            shear by up to as many percent. Areas outside the image are black.
         random_erasing: probability of erasing one rectangle with noise.
         interpolation: of the "resized" crop; "random" picks bilinear or bicubic; None is that of
             evaluation.
-        mixup: strength (α of the Beta distribution); applied to batches by training.
-        cutmix: the same, of mixing rectangles.
-        mixup_prob: probability that a batch is mixed at all.
-        mixup_switch_prob: probability of cutmix where both are on.
+        mixup: α of mixup's Beta distribution; 0 is off.
+        cutmix: α of CutMix's Beta distribution; 0 is off.
+        mixup_prob: probability that a batch is mixed.
+        mixup_switch_prob: probability of CutMix if both are on.
         repeats: how many times in a row an image is drawn (repeated augmentation).
     """
 
@@ -280,7 +278,7 @@ def _range(setting: str, value: tuple[float, float], high: float) -> None:
 
 
 def _policy(text: str) -> None:
-    # timm asserts, or returns without a word, on most mistakes in these strings.
+    # timm asserts on most mistakes in these strings, or ignores them silently.
     first, *parts = text.split("-")
     if first not in ("rand", "augmix", "original", "originalr", "v0", "v0r", "3a"):
         raise UserError(

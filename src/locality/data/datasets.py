@@ -1,7 +1,7 @@
-"""Datasets by name: openers that `datasets.yaml` names, and `open_data`, which calls them.
+"""Datasets by name: the openers listed in `datasets.yaml`, and `open_data`, which calls them.
 
-Of torchvision's readers that decode files themselves only the lists of files and labels are used,
-which have no public name, so that all images meet the same decoding policy.
+From torchvision readers that decode files themselves, only the (private) lists of files and labels
+are used, so that one decoding policy applies to all images.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ from locality.errors import UserError, some, wrap_errors
 from locality.files import parse_json, read_text
 
 _IMAGENET_CLASSES = 1000
-_PART_SEED = 0  # of `DataConfig.part`: alike in all runs
+_PART_SEED = 0  # of `DataConfig.part`: the same in all runs
 _VALIDATION_NUMBER = re.compile(r"_val_(\d{8})\.")
 
 
-# Classes, training and validation images; no training images where a set is for evaluation only.
+# Classes, training and validation images; evaluation-only datasets have no training images.
 Opened = tuple[list[str], ImageSource, ImageSource]
-# The same, where the validation images may be still to be set aside.
+# The same, with None if the validation images have yet to be held out.
 _Found = tuple[list[str], ImageSource, ImageSource | None]
 
 
 def open_data(
     config: DataConfig, seed: int, names: Sequence[str] | None = (), whole: bool = False
 ) -> DataSplits:
-    """The dataset a run asks for, split, restricted to its classes, its part and its fraction.
+    """Open and split a dataset, restricted to the configured classes, parts and fraction.
 
     Args:
-        config: which images.
-        seed: the run's, for the choice of a fraction unless `config.subset_seed` is given.
-        names: of classes, such as a run has recorded, in the order in which they are numbered,
-            before others; None keeps the order that the dataset itself declares.
-        whole: evaluate on all images of a dataset without a part for that, instead of on a part.
+        config: the dataset and its restrictions.
+        seed: the run's seed, which selects the fraction unless `config.subset_seed` is given.
+        names: class names in the order in which to number them, such as those recorded by a run;
+            other classes follow. None keeps the order that the dataset declares.
+        whole: evaluate on all images of a dataset without a validation split.
 
     Raises:
-        UserError: the dataset is not there, is not usable, or a fraction leaves a class empty.
+        UserError: the dataset is missing or unusable, or a fraction leaves a class empty.
     """
     check_root(config)
     row = DATASETS[config.dataset]
@@ -102,12 +102,12 @@ def open_data(
 
 
 def _ordered(opened: _Found, names: Sequence[str] | None, custom: bool) -> _Found:
-    """The same images, which other choices divide by the numbers of their classes."""
+    """Number the classes by `names`; those of custom datasets are sorted by default."""
     classes, train, _ = opened
     own = set(classes)
     if names and own <= set(names):
         return renumber(opened, [name for name in names if name in own])
-    # Known datasets have orders of their own.
+    # Built-in datasets keep their own order.
     if names is None or not custom or train.numbered:
         return opened
     return renumber(opened, sort_classes(classes))
@@ -135,14 +135,14 @@ def renumber(opened: Any, order: list[str]) -> Any:
 
 
 def _select_classes(config: DataConfig, opened: Opened, skipped: int, count: int | None) -> Opened:
-    """The first `count` classes without the first `skipped`, numbered from 0."""
+    """The first `count` classes except the first `skipped`, numbered from 0."""
     classes, *_ = opened
     if not skipped and count is None:
         return opened
     count = len(classes) if count is None else count
     if count > len(classes):
         raise UserError(
-            f"first {count} classes asked for; {config.dataset} has {len(classes)} classes"
+            f"cannot use the first {count} classes; {config.dataset} has {len(classes)} classes"
         )
     if skipped >= count:
         raise UserError(f"skip_classes is {skipped}, but {config.dataset} has {count} classes here")
@@ -150,14 +150,14 @@ def _select_classes(config: DataConfig, opened: Opened, skipped: int, count: int
 
 
 def _split(config: DataConfig, source: ImageSource) -> tuple[ImageSource, ImageSource]:
-    """Images to train on and to evaluate on, divided class by class."""
+    """Training and validation images, stratified by class."""
     train, val = stratified_split(source.labels, config.val_fraction, config.split_seed)
     if not len(train) or not len(val):
-        raise UserError(f"{config.dataset} has too few images ({len(source)}) to set a part aside")
+        raise UserError(f"{config.dataset} has too few images ({len(source)}) to hold some out")
     return source.subset(train), source.subset(val)
 
 
-# -- ImageNet and what belongs to it ---------------------------------------------------------------
+# -- ImageNet and its variants ---------------------------------------------------------------------
 
 
 def open_imagenet(config: DataConfig) -> Opened:
@@ -176,8 +176,8 @@ def open_imagenet100(config: DataConfig) -> Opened:
 def open_imagenet_v2(config: DataConfig) -> Opened:
     """ImageNet-V2 (Recht et al., 2019), whose folders are named by class number, 0 … 999.
 
-    Sorted as text, as most readers do, they would be 0, 1, 10, 100, …, and most labels wrong. The
-    root is the folder of class folders, or one that holds nothing else but that folder.
+    Most readers sort them as text, 0, 1, 10, 100, …, which makes most labels wrong. The root is the
+    folder of class folders, or a folder that contains only that folder.
     """
     folder = require_folder(config.root)
     listing = list_folder(folder)
@@ -186,7 +186,7 @@ def open_imagenet_v2(config: DataConfig) -> Opened:
     names = [str(number) for number in range(_IMAGENET_CLASSES)]
     if wrong := sorted(set(listing.classes) - set(names)):
         raise UserError(
-            f"'{folder}' is not ImageNet-V2, with folders 0 to 999: it has {some(wrong)}"
+            f"'{folder}' is not ImageNet-V2: expected folders 0 to 999, found {some(wrong)}"
         )
     if not any(listing.files):
         raise no_images_error(listing.root)
@@ -198,10 +198,9 @@ def open_imagenet_v2(config: DataConfig) -> Opened:
 def open_imagenet_real(config: DataConfig) -> Opened:
     """ImageNet's validation images with the reassessed labels (ReaL, Beyer et al., 2020).
 
-    An image may have several right answers; those that have none are left out. The root is
-    ImageNet's folder, with val/ in class folders, or val/ itself; `config.real_labels` is
-    `real.json`, a list of class lists in the order of the files' numbers.
-
+    An image may have several correct labels; images without any are left out. The root is
+    ImageNet's folder, with val/ in class folders, or val/ itself; `config.real_labels` is the path
+    of `real.json`, a list of label lists in the order of the file numbers.
     """
     folder, labels_file = require_folder(config.root), config.real_labels
     if (folder / "val").is_dir():
@@ -213,21 +212,21 @@ def open_imagenet_real(config: DataConfig) -> Opened:
         match = _VALIDATION_NUMBER.search(path)
         if match is None:
             raise UserError(
-                f"'{path}' in '{folder}' is not named as ImageNet's validation images: "
+                f"'{path}' in '{folder}' is not named like ImageNet's validation images, "
                 f"ILSVRC2012_val_00000001.JPEG"
             )
         number = int(match.group(1))
         if not 1 <= number <= len(answers):
-            raise UserError(f"'{labels_file}' labels {len(answers)} images; '{path}' is another")
+            raise UserError(f"'{labels_file}' labels {len(answers)} images, but not '{path}'")
         if answers[number - 1]:
             paths.append(path)
             sets.append(answers[number - 1])
     if set(classes) <= set(synsets := ImageNetInfo().label_names()):
-        # The labels are numbers of ImageNet's classes, of which the folder may have some.
+        # Labels number all of ImageNet's classes; the folder may have only some of them.
         classes = synsets
     if strange := [label for label in chain(*sets) if not 0 <= label < len(classes)]:
         raise UserError(
-            f"'{labels_file}' has class {max(strange)}; '{folder}' {len(classes)} classes"
+            f"'{labels_file}' contains class {max(strange)}; '{folder}' has {len(classes)} classes"
         )
     chosen = FileSource(folder, paths, [answers[0] for answers in sets], config.decoding)
     chosen.label_sets = sets
@@ -236,7 +235,7 @@ def open_imagenet_real(config: DataConfig) -> Opened:
 
 def _real_labels(path: str | None) -> list[tuple[int, ...]]:
     if path is None:
-        raise UserError("the ReaL labels are needed; give the path of real.json as real_labels")
+        raise UserError("the ReaL labels are missing; give the path of real.json as real_labels")
     with wrap_errors("the ReaL labels", FileNotFoundError):
         answers = parse_json(read_text(Path(path).expanduser()), f"the ReaL labels '{path}'")
     checks.shaped(f"the ReaL labels '{path}'", answers, [[int]])
@@ -247,13 +246,13 @@ def _real_labels(path: str | None) -> list[tuple[int, ...]]:
 
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
-"""Where Debian's package dataset-fashion-mnist puts it."""
+"""Folder of Debian's package dataset-fashion-mnist."""
 
 
 def open_fashion_mnist(config: DataConfig) -> Opened:
-    """Fashion-MNIST: 60,000 grey images to train on, 10,000 of test, 28×28, in memory.
+    """Fashion-MNIST: 60,000 training and 10,000 test images, grey, 28×28, in memory.
 
-    The four IDX files, compressed or not, lie in the root itself or where torchvision puts them.
+    The four IDX files, compressed or not, are in the root or where torchvision puts them.
     """
     if config.download:
         _parts(config)
@@ -277,27 +276,27 @@ def _find_idx_file(root: Path, name: str) -> Path:
             if path.exists():
                 return path
     raise UserError(
-        f"Fashion-MNIST is not in '{root}': there is no {name}; `apt-get install "
-        f"dataset-fashion-mnist`, or give a data.root and data.download=true"
+        f"Fashion-MNIST is not in '{root}': {name} is missing; `apt-get install "
+        f"dataset-fashion-mnist`, or give data.root and data.download=true"
     )
 
 
 def _read_idx(path: Path, dims: int) -> npt.NDArray[np.uint8]:
-    """What an IDX file of bytes holds: a type, sizes of four bytes each, the values."""
+    """Read an IDX file of bytes: the type, four-byte sizes, then the values."""
     with wrap_errors(f"'{path}' is damaged", OSError, EOFError, zlib.error, ValueError):
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         if content[:4] != bytes((0, 0, 8, dims)):
-            raise ValueError("its first bytes are not those of such a file")
+            raise ValueError("its header is not that of an IDX file")
         shape = np.frombuffer(content, ">i4", dims, 4)
         return np.frombuffer(content, np.uint8, offset=4 + 4 * dims).reshape(shape)
 
 
 def _parts(config: DataConfig) -> list[Any]:
-    """The parts of a dataset that its reader finds."""
+    """The parts of a dataset, opened by its torchvision reader."""
     row = DATASETS[config.dataset]
     title, content = row["title"], row["content"]
     root = Path(config.root or "").expanduser()
-    # Of several processes the first one downloads, the others find what it has fetched.
+    # The first of several processes downloads; the others wait and find the files.
     turn: Any = contextlib.nullcontext()
     if config.download:
         root.mkdir(parents=True, exist_ok=True)
@@ -315,7 +314,7 @@ def _parts(config: DataConfig) -> list[Any]:
             f"{title} could not be downloaded ({error.reason}); put {content} into '{root}'"
         ) from error
     except ModuleNotFoundError as error:
-        raise UserError(f"{title} is described by MATLAB files: pip install scipy") from error
+        raise UserError(f"{title} has MATLAB files, which need scipy: pip install scipy") from error
     except (RuntimeError, FileNotFoundError) as error:
         raise UserError(
             f"{title} is not in '{root}', or damaged: expected {content}; set data.download to "
@@ -324,10 +323,10 @@ def _parts(config: DataConfig) -> list[Any]:
 
 
 def open_torchvision(config: DataConfig) -> Opened:
-    """A dataset that torchvision has a reader for, see `datasets.yaml`.
+    """A dataset with a torchvision reader, see `datasets.yaml`.
 
-    The reader has `classes`, and either `data`, (n, height, width, 3), with `targets`, or files as
-    `_images` or `_image_files` with `_labels`. SVHN's, for one, has no `classes`.
+    The reader needs `classes` (SVHN's has none), and either `data`, (n, height, width, 3), with
+    `targets`, or files as `_images` or `_image_files` with `_labels`.
     """
     parts = _parts(config)
     return (
@@ -338,7 +337,7 @@ def open_torchvision(config: DataConfig) -> Opened:
 
 
 def _source(parts: list[Any], name: str, config: DataConfig) -> ImageSource:
-    """The images of some parts: in memory, or files anywhere below the dataset's root."""
+    """The images of some parts: in memory, or files below the dataset's root."""
     if hasattr(parts[0], "data"):
         return ArraySource(parts[0].data, parts[0].targets, name)
     root = os.path.abspath(os.path.expanduser(str(config.root)))

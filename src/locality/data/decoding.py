@@ -1,15 +1,15 @@
-"""From the bytes of an image file to an RGB image: one policy for every source.
+"""Decode image files to RGB: one policy for every source.
 
 - Grey, palette, CMYK and other colour modes are converted as Pillow does, without ICC profiles:
   the published accuracies were measured that way.
-- Transparent pixels are shown on white, as most viewers do. Their stored colour, which a plain
-  conversion would bring out, is arbitrary.
-- Of 16-bit grey the upper byte is kept, as in scikit-image, OpenCV and Pillow's 16-bit colour;
-  Pillow's own conversion of 16-bit grey clips, and turns nearly everything white. `grey_bits`
-  are those that a camera of fewer bits uses. Of signed TIFF, negative values are black.
+- Transparent pixels are composited on white, as in most viewers. Their stored colour, which a plain
+  conversion would show, is arbitrary.
+- 16-bit grey keeps the upper byte, as in scikit-image, OpenCV and Pillow's 16-bit colour; Pillow's
+  own conversion of 16-bit grey clips nearly everything to white. `grey_bits` is for cameras that
+  use fewer bits. Negative values of signed TIFF become black.
 - 32-bit grey has no defined white and is refused.
-- Of several frames or pages the first is used. EXIF orientation is ignored unless asked for; that
-  of TIFF belongs to the image itself.
+- Of several frames or pages the first is used. EXIF orientation is ignored by default; the
+  orientation of a TIFF always applies.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from locality.data.config import DEFAULT_DECODING, Decoding
 from locality.data.sources import BadImage, TooManyPixels
 from locality.errors import UserError
 
-# Formats by content, whatever the file's name. Not all that Pillow reads: some of the others run
-# programs (EPS), or are no photographs.
+# Formats, recognised by content, not by file name. Of the others that Pillow reads, some run
+# programs (EPS), or are not photographs.
 _FORMATS = ("JPEG", "MPO", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM", "JPEG2000", "AVIF", "HEIF")
-# More than the largest image that is decoded would take uncompressed.
+# Larger than the largest accepted image, uncompressed.
 MAX_FILE_BYTES = 400_000_000
-# Of the seven images in an interlaced PNG: first column and row, steps to the next.
+# The seven passes of an interlaced PNG: first column and row, column and row step.
 _ADAM7 = (
     *((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4)),
     *((0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)),
 )
 _BLOCK_BYTES = 1 << 20
-# Small files can take hours: libjpeg decodes as many scans as there are, one over the other, and
-# leaves a limit to its callers; Pillow reads headers piece by piece. Encoders write some 10 scans;
-# 50 of the largest image take 7 s.
+# Small files can take hours: libjpeg decodes any number of scans and leaves a limit to its callers;
+# Pillow reads headers piece by piece. Encoders write about 10 scans; 50 of the largest image take
+# 7 s.
 _MAX_SCANS = 50
 _SCAN = b"\xff\xda"
 _READS_TO_OPEN, _READS = 10_000, 1_000_000
-# Pillow decodes these in Python, a million pixels in a second or less.
+# Pillow decodes these in Python, in up to a second per million pixels.
 _SLOW = {"bmp_rle": "run lengths", "ppm_plain": "text"}
 _MAX_SLOW_PIXELS = 10_000_000
-# Without Pillow's warnings about large images and odd metadata; both are dealt with here.
+# Suppresses Pillow's warnings about large images and odd metadata; both are handled here.
 _quiet = partial(warnings.catch_warnings, action="ignore")
 _FLIP = Image.Transpose
 # By EXIF orientation.
@@ -68,11 +68,11 @@ _TURNS = {
     7: _FLIP.TRANSVERSE,
     8: _FLIP.ROTATE_90,
 }
-# In 16 bits Pillow reads the others of its four kinds of grey.
+# The one of four kinds of 16-bit grey that Pillow does not read: big-endian, 0 is white.
 TiffImagePlugin.OPEN_INFO.setdefault(
     (TiffImagePlugin.MM, 0, (1,), 1, (16,), ()), ("I;16B", "I;16B")
 )
-# The machine's troubles, not the file's: skipping images for them would make runs differ.
+# Errors of the machine, not of the file: skipping images for them would make runs differ.
 _MACHINE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR)
 
 
@@ -80,17 +80,17 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
     """The content of an image file.
 
     Raises:
-        BadImage: it cannot be read, is no regular file, or is too large.
+        BadImage: the file cannot be read, is not a regular file, or is too large.
     """
     with _opened(path) as file:
         return file.read()
 
 
 def check_header(path: str | os.PathLike[str], decoding: Decoding = DEFAULT_DECODING) -> None:
-    """Recognise the image in a file by its first bytes, without decoding it.
+    """Check that a file is an image by its first bytes, without decoding it.
 
     Raises:
-        BadImage: it cannot be read, is empty, is not an image, or is too large.
+        BadImage: the file cannot be read, is empty, is not an image, or is too large.
     """
     with _opened(path) as file, _quiet():
         _open_image(file, decoding)
@@ -110,23 +110,23 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 
 def decode(data: bytes, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
-    """The RGB image in `data`.
+    """Decode `data` to an RGB image.
 
     Raises:
-        BadImage: empty, truncated, not an image, too large, or of a colour mode without
-            a meaning in 8 bits.
+        BadImage: `data` is empty, truncated, not an image, too large, or in a colour mode
+            without a meaning in 8 bits.
     """
     with _quiet():
         return to_rgb(load(data, decoding), decoding)
 
 
 def load(data: bytes, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
-    """The image in `data` in its own colour mode and orientation, fully decoded."""
+    """Decode `data`, keeping its colour mode and orientation."""
     with _quiet():
         image = _open_image(io.BytesIO(data), decoding)
         _check_cost(image, data)
         if image.format == "TIFF":
-            # Pillow would follow these while it loads, wherever they lead.
+            # Pillow would follow these pointers while loading, even invalid ones.
             with contextlib.suppress(Exception):
                 if not isinstance(image.info.get("xmp"), bytes):
                     image.info.pop("xmp", None)
@@ -141,7 +141,7 @@ def load(data: bytes, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
 
 
 class _LimitedReads:
-    """A file that may be read piece by piece, but not in millions of pieces."""
+    """A file with a limited number of reads."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.left = _READS_TO_OPEN
@@ -151,7 +151,7 @@ class _LimitedReads:
     def read(self, size: int = -1) -> bytes:
         self.left -= 1
         if self.left < 0:
-            raise BadImage("the file has more pieces, such as comments, than any image needs")
+            raise BadImage("the file has too many pieces, such as comments, for an image")
         return self._file.read(size)
 
     def __getattr__(self, name: str) -> Any:
@@ -159,7 +159,7 @@ class _LimitedReads:
 
 
 def _open_image(file: IO[bytes], decoding: Decoding) -> ImageFile.ImageFile:
-    """The image in `file`, of which only the header has been read."""
+    """Open the image in `file`, reading only its header."""
     if not file.read(1):
         raise BadImage("the file is empty")
     file.seek(0)
@@ -173,7 +173,7 @@ def _open_image(file: IO[bytes], decoding: Decoding) -> ImageFile.ImageFile:
             ) from error
         except Image.UnidentifiedImageError as error:
             raise BadImage("the file is not an image of a known format") from error
-    # Pillow holds as much as two pixels beside each row.
+    # For each row, Pillow stores a pointer of the size of two pixels.
     if max(image.width, 3) * image.height > decoding.max_pixels:
         size = f"{image.width} × {image.height}"
         raise TooManyPixels(f"the image has {size} pixels, more than {decoding.max_pixels:,}")
@@ -182,12 +182,12 @@ def _open_image(file: IO[bytes], decoding: Decoding) -> ImageFile.ImageFile:
 
 
 def _check_cost(image: ImageFile.ImageFile, data: bytes) -> None:
-    """Refuse what would be decoded for minutes or hours."""
+    """Refuse images that take minutes or hours to decode."""
     if isinstance(image, JpegImagePlugin.JpegImageFile):
         assert image.fp is not None
         start = image.fp.tell() - 8 - 2 * image.layers
         whole = _SCAN + bytes((0, 6 + 2 * image.layers, image.layers))
-        # A first scan of all components, unless progressive, is the only one that is decoded.
+        # A first scan of all components is the only one decoded, unless progressive.
         if "progressive" not in image.info and data.startswith(whole, max(start, 0)):
             return
         if (scans := data.count(_SCAN)) > _MAX_SCANS:
@@ -196,13 +196,13 @@ def _check_cost(image: ImageFile.ImageFile, data: bytes) -> None:
     kind = _SLOW.get(image.tile[0].codec_name) if image.tile else None
     if kind and max(image.width * image.height, len(data)) > _MAX_SLOW_PIXELS:
         raise BadImage(
-            f"the image is stored as {kind}, which takes long to decode beyond "
+            f"the image is stored as {kind}, which is slow to decode beyond "
             f"{_MAX_SLOW_PIXELS:,} pixels or bytes; convert it first"
         )
 
 
 def _check_png(data: bytes, image: Image.Image) -> None:
-    """Refuse what Pillow accepts: wrong checksums, and fewer rows than the header announces."""
+    """Refuse wrong checksums and missing rows, which Pillow accepts."""
     place, compressed, interlaced, chunk = 8, [], False, b""
     while chunk != b"IEND" and len(data) >= place + 12:
         size = int.from_bytes(data[place : place + 4], "big")
@@ -215,7 +215,7 @@ def _check_png(data: bytes, image: Image.Image) -> None:
         elif chunk == b"IDAT":
             compressed.append(data[place + 8 : end])
         place = end + 4
-    # Rows that are missing stay black. Where the last one is not, inflating twice is saved.
+    # Missing rows stay black: if the last row is not, skip inflating again.
     last = image.crop((0, image.height - 1, image.width, image.height))
     if not interlaced and last.getbbox(alpha_only=False) is not None:
         return
@@ -235,21 +235,21 @@ def _check_png(data: bytes, image: Image.Image) -> None:
 
 
 def convert(image: Image.Image, mode: str) -> Image.Image:
-    """The image in a mode of Pillow's; itself, not a copy, where it has that mode."""
+    """The image in a Pillow mode; not copied if it has that mode."""
     return image if image.mode == mode else image.convert(mode)
 
 
 def to_rgb(image: Image.Image, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
-    """A decoded image in RGB, turned by its EXIF orientation if that is wanted.
+    """Convert a decoded image to RGB and, if enabled, apply its EXIF orientation.
 
-    Its `info` has `bits` where it was grey in 16: how many it uses, of how many.
+    For 16-bit grey, `info["bits"]` of the result is (bits used, bits available).
 
     Raises:
-        BadImage: grey in 32 bits or with a sign in 8, or a damaged palette.
+        BadImage: the image is 32-bit grey or signed 8-bit grey, or has a damaged palette.
     """
     with _as_bad_image():
         turn = _TURNS.get(_orientation(image)) if decoding.exif else None
-        # What only a TIFF says of its greys.
+        # Only TIFF has these tags.
         tags = getattr(image, "tag_v2", {})
         signed = image.mode in ("L", "I") and tags.get(TiffImagePlugin.SAMPLEFORMAT) == (2,)
         depth = tags.get(TiffImagePlugin.BITSPERSAMPLE, (16,))[0]
@@ -259,9 +259,7 @@ def to_rgb(image: Image.Image, decoding: Decoding = DEFAULT_DECODING) -> Image.I
             image = _from_16_bits(image, decoding, min(depth, 15) if signed else depth)
         elif image.mode in ("I", "F") or signed:
             kind = f"{'signed ' if signed else ''}grey in {depth} bits"
-            raise BadImage(
-                f"{kind} has no defined white; convert it to 8 or 16 bits without a sign"
-            )
+            raise BadImage(f"{kind} has no defined white; convert it to unsigned 8 or 16 bits")
         elif image.has_transparency_data:
             image = convert(image, "RGBA")
             white = Image.new("RGB", image.size, "white")
@@ -272,10 +270,10 @@ def to_rgb(image: Image.Image, decoding: Decoding = DEFAULT_DECODING) -> Image.I
 
 
 def _orientation(image: Image.Image) -> Any:
-    """The EXIF orientation, whatever else the record holds; None where there is none.
+    """The EXIF orientation, even if the rest of the record is damaged; None without one.
 
-    Pillow gives up on a record at the first field that it cannot find, and its `exif_transpose`
-    where it cannot write one back.
+    Pillow gives up on a record at the first field that it cannot find, and its `exif_transpose` if
+    it cannot write one back.
     """
     record = image.info.get("exif") or b""
     record = record.removeprefix(b"Exif\0\0") if isinstance(record, bytes) else b""
@@ -287,7 +285,7 @@ def _orientation(image: Image.Image) -> Any:
             tag, kind, count = struct.unpack_from(order + "HHL", record, field)
             if tag == ExifTags.Base.Orientation and (kind, count) == (TiffTags.SHORT, 1):
                 return struct.unpack_from(order + "H", record, field + 8)[0]
-    # Elsewhere, such as in XMP.
+    # Pillow also looks elsewhere, such as in XMP.
     with contextlib.suppress(Exception):
         return image.getexif().get(ExifTags.Base.Orientation)
     return None
@@ -295,7 +293,7 @@ def _orientation(image: Image.Image) -> Any:
 
 @contextlib.contextmanager
 def _as_bad_image() -> Iterator[None]:
-    """Whatever is raised in the block as a `BadImage`, but for a lack of memory.
+    """Raise a `BadImage` for any exception in the block except a lack of memory.
 
     Decoders of damaged files raise nearly anything: OSError, SyntaxError, struct.error…
     """
@@ -311,7 +309,7 @@ def _as_bad_image() -> Iterator[None]:
 def _from_16_bits(image: Image.Image, decoding: Decoding, depth: int) -> Image.Image:
     """Grey in up to 16 bits → RGB; negative values are black, as in scikit-image."""
     values = np.maximum(np.asarray(image), 0)
-    # Of PPM, Pillow has scaled to 16 bits what the file calls white.
+    # Pillow has already scaled PPM's white to 16 bits.
     bits = depth if image.format == "PPM" else min(depth, decoding.grey_bits)
     white = 2**bits - 1
     used = min(bits, int(values.max()).bit_length())

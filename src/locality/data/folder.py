@@ -1,9 +1,9 @@
-"""Image files: a folder per class, listed by our own rules, or a table; read in any order.
+"""Image files with random access, and folders with a subfolder per class.
 
-torchvision's `ImageFolder` numbers the classes of every folder for itself, so that train and val
-can disagree without a word, and leaves no place for a class without images; timm's dataset
-returns the next file, with the next file's label, when one is broken. Here the training folder's
-sorted class names number the classes once, and a file is itself or an error.
+torchvision's `ImageFolder` numbers each folder's classes separately, so that train and val can
+silently disagree, and has no place for a class without images; timm's dataset replaces a broken
+file by the next one, with its label. Here the training folder's sorted class names number the
+classes once, and a broken file is an error.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ IMAGE_SUFFIXES = frozenset(
         *(_HEIF if find_spec("pillow_heif") else ()),
     )
 )
-# What systems, network drives and programs leave beside files; so are names that start with a dot.
+# Left by operating systems, network drives and programs, like names that start with a dot.
 _JUNK = {
     *("thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r"),
     *("@eadir", "#recycle", "$recycle.bin", "__macosx", "system volume information", "lost+found"),
 }
-# A name says one thing: "train", "Validation", "test_images", "images-train", "training set".
+# Names of splits: "train", "Validation", "test_images", "images-train", "training set".
 _PART = re.compile(
     r"(?:(?:images?|imgs?|data)[\W_]*)?"
     r"(train(?:ing)?|val(?:id(?:ation)?)?|dev(?:elopment)?|test(?:ing)?)"
@@ -59,7 +59,7 @@ _PART = re.compile(
 )
 _PARTS = {"tr": "train", "va": "val", "de": "dev", "te": "test"}
 _STDIN = Path("/dev/stdin")
-_EXAMPLES = 3  # of class folders that are looked into
+_EXAMPLES = 3  # class folders to look into
 
 
 class FileSource(ImageSource):
@@ -67,9 +67,9 @@ class FileSource(ImageSource):
 
     Args:
         root: the folder.
-        paths: of the files, relative to it.
-        labels: (n,) whole numbers.
-        decoding: how to decode.
+        paths: paths of the files relative to it.
+        labels: (n,) integers.
+        decoding: decoding settings.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class FileSource(ImageSource):
         decoding: Decoding = DEFAULT_DECODING,
     ) -> None:
         self.root = str(root)
-        # One array: millions of Python strings would cost 200 bytes each, and a copy in every
-        # worker, since looking at a Python object writes to its memory.
+        # One array: Python strings take 200 bytes each, and reference counting would make every
+        # worker copy them.
         self._paths = np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
         self.labels = np.asarray(labels, dtype=np.int64)
         self.decoding = decoding
@@ -90,11 +90,11 @@ class FileSource(ImageSource):
         return decode(self.read_bytes(index), self.decoding)
 
     def path(self, index: int) -> str:
-        """Where image `index` lies below the folder."""
+        """The path of image `index` relative to the root."""
         return os.fsdecode(self._paths[index])
 
     def read_bytes(self, index: int) -> bytes:
-        """The file as it is, not decoded."""
+        """The encoded image file."""
         return read_bytes(self.describe(index))
 
     def check_header(self, index: int) -> None:
@@ -111,13 +111,13 @@ class FileSource(ImageSource):
 
 @dataclass
 class Listing:
-    """What lies below a folder of class folders.
+    """The contents of a folder of class folders.
 
     Attributes:
         root: the folder.
         classes: names of its class folders, sorted.
         files: per class, the image files' paths relative to `root`, sorted.
-        ignored: files that are not images by their name, or that lie outside class folders.
+        ignored: files without an image suffix, or outside class folders.
         loops: links that lead to themselves or back to a folder above them; not followed.
     """
 
@@ -128,7 +128,7 @@ class Listing:
     loops: list[str] = field(default_factory=list)
 
     def source(self, classes: Sequence[str], decoding: Decoding) -> FileSource:
-        """The files of `classes`, which number them; one may have none."""
+        """The files of `classes`, whose order numbers them; a class may have no files."""
         by_name = dict(zip(self.classes, self.files, strict=True))
         paths = [by_name.get(name, []) for name in classes]
         labels = np.repeat(np.arange(len(classes)), [*map(len, paths)])
@@ -138,8 +138,8 @@ class Listing:
 def list_folder(root: Path | str) -> Listing:
     """List the class folders of `root` and the images anywhere below each.
 
-    Names that start with a dot are passed over. Links are followed, unless they lead to themselves
-    or back to a folder above. A link to nothing counts as a file, one that cannot be read.
+    Names that start with a dot are skipped. Links are followed, unless they lead to themselves or
+    back to a folder above. A dangling link counts as an unreadable file.
     """
     root = Path(root)
     folders, files, others = list_entries(root)
@@ -159,7 +159,7 @@ def list_folder(root: Path | str) -> Listing:
 
 
 def class_name(text: str, where: str) -> str:
-    """A name as that of a class: with accents in one form (NFC), whatever the system's own."""
+    """Normalise a class name to NFC, as systems encode accents differently."""
     try:
         text.encode()
     except UnicodeError:
@@ -168,7 +168,7 @@ def class_name(text: str, where: str) -> str:
 
 
 def left_out(paths: Iterable[str]) -> str:
-    """Files that are not read, counted by suffix, and what would read them."""
+    """Ignored files, counted by suffix, and the package that reads them, in words."""
     found = Counter(os.path.splitext(path)[1].lower() for path in paths)
     counts = ", ".join(f"{count:,} {suffix or 'without'}" for suffix, count in found.most_common())
     if any(f".{suffix}" in found for suffix in _HEIF):
@@ -177,25 +177,24 @@ def left_out(paths: Iterable[str]) -> str:
 
 
 def log_names(classes: Iterable[str]) -> None:
-    """Log classes whose names differ in nothing but case, as those of mistakes do."""
+    """Log class names that differ only in case, which may be mistakes."""
     groups: dict[str, list[str]] = {}
     for name in classes:
         groups.setdefault(name.casefold(), []).append(name)
     if twins := [name for group in groups.values() if len(group) > 1 for name in group]:
-        log_once(f"classes that differ in case alone are different classes: {some(twins)}")
+        log_once(f"classes that differ only in case are different classes: {some(twins)}")
 
 
 def part_of(name: str) -> str | None:
-    """The part of a dataset that a name such as "Training" or "test_images" speaks of, if any."""
+    """The split that a name such as "Training" or "test_images" denotes, or None."""
     found = _PART.fullmatch(name.casefold())
     return _PARTS[found[1][:2]] if found else None
 
 
 def train_and_val(names: Iterable[str]) -> dict[str, str]:
-    """Which of some names is that of images to train on, and which of those to evaluate on.
+    """The names of the training and validation splits among `names`, by "train" and "val".
 
-    Images of "test" are evaluated on where there are no others. Without training images neither
-    is there.
+    "dev", then "test", is the validation split if there is no "val". Empty without "train".
     """
     found = {part_of(name): name for name in names}
     if "train" not in found:
@@ -205,13 +204,13 @@ def train_and_val(names: Iterable[str]) -> dict[str, str]:
 
 
 def find_splits(root: Path | str | None) -> dict[str, Path]:
-    """The folders of training and validation images by name; of "all" where they are to be divided.
+    """The folders of the splits, "train" and "val"; "all" if `root` holds class folders itself.
 
-    Tells a folder with train/ and val/, by these names or others, from one that holds the class
-    folders itself.
+    train/ and val/ may have similar names, see `part_of`.
 
     Raises:
-        UserError: it does not exist, or has train/ but nothing to evaluate on.
+        UserError: the folder does not exist or has no images, or has train/ but no validation
+            split.
     """
     root = require_folder(root)
     folders = list_entries(root)[0]
@@ -226,18 +225,18 @@ def find_splits(root: Path | str | None) -> dict[str, Path]:
             if len(inside := train_and_val(list_entries(root / name)[0])) > 1:
                 each = " and ".join(f"{root / part / name}" for part in inside.values())
                 raise UserError(
-                    f"'{root / name}' has {some(inside.values())}; expected parts above the "
+                    f"'{root / name}' has {some(inside.values())}; expected splits above the "
                     f"classes: {each}"
                 )
         return {"all": root}
     train = root / picked["train"]
-    # A class may be called "train", too; it holds images, not folders.
+    # A class folder may be called "train", too; it holds images, not folders.
     has_classes = bool(list_entries(train)[0])
     if "val" not in picked and not has_classes:
         return {"all": root}
     if "val" not in picked:
         raise UserError(
-            f"'{root}' has {train.name} but no val; give '{train}' to have a part of it set aside"
+            f"'{root}' has {train.name} but no val; give '{train}' to hold out a part of it"
         )
     if not has_classes:
         raise no_images_error(train)
@@ -252,7 +251,7 @@ def find_splits(root: Path | str | None) -> dict[str, Path]:
 def open_splits(
     parts: Mapping[str, Path], decoding: Decoding
 ) -> tuple[list[str], list[FileSource]]:
-    """Classes and images of folders, by name, that have the same class folders."""
+    """Classes and images of the splits' folders, which must have the same classes."""
     listings = {part: list_folder(root) for part, root in parts.items()}
     for listing in listings.values():
         if not any(listing.files):
@@ -273,49 +272,49 @@ def open_splits(
 
 
 def open_folder(config: DataConfig) -> tuple[list[str], FileSource, FileSource | None]:
-    """Classes, training and validation images of an image folder; None where it has no parts."""
+    """Classes, training and validation images of an image folder; None without a split."""
     classes, sources = open_splits(find_splits(config.root), config.decoding)
     return classes, sources[0], sources[1] if len(sources) > 1 else None
 
 
 @cache
 def log_once(sentence: str) -> None:
-    """Log what was found in a dataset, which a command may open several times."""
+    """Log a finding about a dataset once, even if a command opens it several times."""
     _log.warning("%s", printable(sentence))
 
 
 def is_inside(folder: Path | str, path: str) -> bool:
-    """Whether a path, relative to a folder, leads to a place below it; links are not looked at."""
+    """Whether a path relative to `folder` stays below it; links are not resolved."""
     below = os.path.join(os.path.abspath(folder), "")
     return os.path.abspath(os.path.join(below, path)).startswith(below)
 
 
 def outside_error(sentence: str, folder: Path) -> UserError:
-    """The error for an image that a table names, and that lies outside of its folder."""
+    """The error for an image that a table names outside its folder."""
     return UserError(f"{sentence}, outside of '{folder}'; set data.allow_outside to read it")
 
 
 def place_name(root: Path | str) -> str:
-    """The name of the folder that custom images are in, or that a table of them is in."""
+    """The name of the folder of custom images, or of their table."""
     path = Path(root).resolve()
     return path.parent.name if path.is_file() else path.name
 
 
 def short_name(path: Path | str) -> str:
-    """A file with the folder that it is in, as people call it: "coat/12.png"."""
+    """A file with its folder: "coat/12.png"."""
     return "/".join(Path(path).parts[-2:])
 
 
 def image_files(given: Iterable[str]) -> Iterator[Path]:
-    """The image files that paths of files and folders name, those of a folder in sorted order.
+    """The image files in paths of files and folders, sorted within a folder.
 
-    A folder without images of its own stands for those in the folders below it. A pattern that is
-    no name itself stands for what fits it ("loose/*.jpg"), and - for standard input.
+    A folder without images directly in it stands for those in its subfolders. A pattern
+    ("loose/*.jpg") is expanded unless a file has that name; - is standard input.
     """
     for name in given:
         path = _STDIN if name == "-" else Path(name)
         if "://" in name and not path.exists():
-            raise UserError(f"{name} is an address; fetch the image, then give the file")
+            raise UserError(f"{name} is a URL; download the image and give the file")
         if found := [] if os.path.lexists(path) else sorted(glob(name, recursive=True)):
             yield from image_files(found)
         elif path.is_dir():
@@ -324,7 +323,7 @@ def image_files(given: Iterable[str]) -> Iterator[Path]:
             inside = inside or list(_images(path, "", set(), listing))
             if not inside:
                 others = f" ({left_out(listing.ignored)})" if listing.ignored else ""
-                raise UserError(f"there are no images in the folder {path}{others}")
+                raise UserError(f"no images in the folder {path}{others}")
             yield from sorted(path / name for name in inside)
         elif path.exists():
             yield path
@@ -333,13 +332,13 @@ def image_files(given: Iterable[str]) -> Iterator[Path]:
 
 
 def read_image(file: Path, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
-    """The image in a file, as RGB; an error names the file."""
+    """Read an image file as RGB; errors name the file."""
     with wrap_errors(str(file), BadImage):
         return decode(sys.stdin.buffer.read() if file == _STDIN else read_bytes(file), decoding)
 
 
 def check_root(config: DataConfig) -> None:
-    """Check, without torch, that a dataset is given the folder it needs, and no other."""
+    """Check, without torch, that a dataset's root is given and usable."""
     name = config.dataset
     row, kind = DATASETS[name], "file or " if name == "table" else ""
     needs_root = row.get("needs_root", True)
@@ -349,7 +348,7 @@ def check_root(config: DataConfig) -> None:
             raise UserError(f"{called} needs a {kind}folder; give it as data.root")
     elif not needs_root and "reader" not in row:
         raise UserError(
-            f"{name} has no folder; to read '{config.root}' give data.dataset too, such as folder"
+            f"{name} has no folder; to read '{config.root}', give data.dataset too, such as folder"
         )
     elif name in ("folder", "table") and Path(config.root).is_file():
         _check_file(Path(config.root), name == "table")
@@ -360,20 +359,20 @@ def check_root(config: DataConfig) -> None:
 
 
 def _check_file(path: Path, table: bool) -> None:
-    """Refuse an archive or an image in place of a folder of images or a table of them."""
+    """Refuse an archive or an image given as the root."""
     archives = [suffix for _, suffixes, _ in shutil.get_unpack_formats() for suffix in suffixes]
     if path.name.lower().endswith(tuple(archives)):
-        raise UserError(f"'{path}' is an archive; unpack it, and give the folder")
+        raise UserError(f"'{path}' is an archive; unpack it and give the folder")
     if _is_image(path.name):
-        raise UserError(f"'{path}' is not a folder but an image; expected one folder per class")
+        raise UserError(f"'{path}' is an image, not a folder; expected one folder per class")
     if not table:
         require_folder(path)
 
 
 def require_folder(root: Path | str | None) -> Path:
-    """`root`, which `check_root` has seen is given, as a path, if it is a folder."""
+    """`root` as the path of an existing folder."""
     if "://" in str(root):
-        raise UserError(f"'{root}' is an address; fetch the images, then give their folder")
+        raise UserError(f"'{root}' is a URL; download the images and give their folder")
     path = Path(root or "").expanduser()
     if not path.exists():
         raise UserError(f"the folder '{path}' does not exist")
@@ -386,11 +385,13 @@ def no_images_error(root: Path) -> UserError:
     files = list_entries(root)[1]
     if any(map(_is_image, files)):
         return UserError(
-            f"'{root}' holds images itself; expected one folder per class (if it is one, give the "
+            f"'{root}' contains images; expected one folder per class (if it is one, give the "
             f"folder above it)"
         )
     if any(name.endswith((".arrow", ".parquet")) for name in files):
-        return UserError(f"'{root}' holds tables of images; read them with --data.dataset arrow")
+        return UserError(
+            f"'{root}' has Parquet or Arrow files; read them with --data.dataset arrow"
+        )
     ignored = list_folder(root).ignored
     others = f" ({left_out(ignored)})" if ignored else ""
     return UserError(
@@ -401,7 +402,7 @@ def no_images_error(root: Path) -> UserError:
 def _images(
     root: Path, relative: str, above: set[tuple[int, int]], listing: Listing
 ) -> Iterator[str]:
-    """The images anywhere below a folder; what else there is goes to `listing`."""
+    """All images below a folder; other files and loops are added to `listing`."""
     folder = root / relative
     identity = _inode(folder)
     if identity in above:
@@ -430,9 +431,9 @@ def _note(listing: Listing, others: Iterable[str]) -> None:
 
 
 def list_entries(folder: Path) -> tuple[list[str], list[str], list[str]]:
-    """Names of folders, of files, and of what is neither, without those of systems' own.
+    """Names of folders, files and other entries, without hidden and system files.
 
-    Neither are pipes, sockets and links that lead to themselves.
+    Others are pipes, sockets and links that lead to themselves.
     """
     folders, files, others = list[str](), list[str](), list[str]()
     with os.scandir(folder) as entries:
@@ -441,7 +442,7 @@ def list_entries(folder: Path) -> tuple[list[str], list[str], list[str]]:
                 continue
             try:
                 mode = entry.stat().st_mode
-            except FileNotFoundError:  # a link to nothing
+            except FileNotFoundError:  # a dangling link
                 mode = stat.S_IFREG
             except OSError as error:
                 if error.errno != errno.ELOOP:

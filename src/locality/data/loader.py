@@ -34,7 +34,7 @@ _EXIT_SECONDS = 1.0
 _SHARED_MEMORY = "/dev/shm"
 
 _OURS = (signal.SIGINT, signal.SIGTERM)
-# Signals can be held back and looked at; elsewhere workers take them as torch made them.
+# Whether signals can be blocked and waited for; elsewhere workers keep torch's handlers.
 _CAN_BLOCK = hasattr(signal, "sigwaitinfo")
 
 
@@ -42,9 +42,9 @@ class BatchLoader:
     """Iterates over batches in order; every iteration starts at the first.
 
     Args:
-        batches: numbers → batches.
-        numbers: which, in order.
-        persistent: keep the workers from one iteration to the next.
+        batches: a dataset of batches.
+        numbers: the numbers of the batches, in order.
+        persistent: keep the workers between iterations.
         max_bad_images: how many different images may be skipped.
         workers: loading processes; 0 loads in this one, and leaves its generators untouched.
         pin_memory: deliver page-locked tensors, for copying to a GPU.
@@ -52,8 +52,8 @@ class BatchLoader:
             on Linux fork.
 
     Attributes:
-        skipped: images left out because they cannot be decoded, name → reason, in the order met.
-            A resumed run may put in what was found before it stopped.
+        skipped: images skipped because they cannot be decoded, name → reason, in order. A resumed
+            run may add those found before it stopped.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class BatchLoader:
             worker_init_fn=_init_worker,
             multiprocessing_context=start_method if workers else None,
             persistent_workers=persistent and workers > 0,
-            # Its own, since a loader without one draws from the process's default generator.
+            # Without one, the loader draws from the process's default generator.
             generator=torch.Generator(),
         )
 
@@ -90,7 +90,7 @@ class BatchLoader:
     def __iter__(self) -> Iterator[Batch]:
         if self._loader is None:
             raise RuntimeError("this loader has been closed")
-        # Workers that wait for this iteration belong to the last one; one of them may be gone.
+        # Persistent workers belong to the last iterator; one of them may have died.
         waiting = getattr(self._loader, "_iterator", None)
         with _block_signals(), translate_killed_worker(waiting):
             arriving: Iterator[LoadedBatch] = iter(self._loader)
@@ -114,7 +114,7 @@ class BatchLoader:
             return next(arriving, None)
 
     def close(self) -> None:
-        """End workers that wait for the next iteration; nothing can be loaded after that."""
+        """End persistent workers; the loader cannot be used afterwards."""
         self._loader = None
 
     def _note_skipped(self, skipped: Sequence[UnreadableImage]) -> None:
@@ -147,23 +147,23 @@ def train_loader(
 
     Args:
         source: the images to train on.
-        augment: how they are changed; mixup and cutmix are left to training.
+        augment: their augmentation, except mixup and cutmix, which training applies.
         preprocessing: how they are resized and normalised.
         batch_size: images per optimiser step over all processes and micro-batches.
-        seed: of the order and the augmentation.
+        seed: seed of the order and the augmentation.
         stop_step: the step after the last; start_step: the first.
-        rank, world_size: this process and how many there are.
+        rank, world_size: this process and the number of processes.
         accumulate: micro-batches per optimiser step.
-        on_bad_image: "skip" puts another image, chosen by position, in the place of one that
-            cannot be decoded; "error" stops.
+        on_bad_image: "skip" replaces an image that cannot be decoded by another, chosen by
+            position; "error" stops.
         loading: max_bad_images, workers, pin_memory, start_method; see `BatchLoader`.
 
     Raises:
-        UserError: no images, a batch that cannot be divided evenly, and while iterating, an
-            image that cannot be decoded or too many of them.
+        UserError: there are no images, the batch cannot be divided evenly, or, while iterating,
+            an image cannot be decoded or too many were skipped.
     """
     if not len(source):
-        raise UserError("there are no images to train on; the dataset is empty or for evaluation")
+        raise UserError("no images to train on; the dataset is empty or for evaluation only")
     _ranks(rank, world_size)
     if batch_size < 1 or batch_size % (world_size * accumulate):
         raise UserError(
@@ -171,7 +171,9 @@ def train_loader(
             f"× {accumulate} micro-batches; give a multiple of {world_size * accumulate}"
         )
     if not 0 <= start_step <= stop_step:
-        raise UserError(f"steps from {start_step} to {stop_step} are no range")
+        raise UserError(
+            f"start_step is {start_step}, stop_step {stop_step}; give 0 ≤ start_step ≤ stop_step"
+        )
     batches = TrainBatches(
         source, preprocessing, batch_size, rank, world_size, on_bad_image, augment, seed, accumulate
     )
@@ -191,14 +193,14 @@ def eval_loader(
 ) -> BatchLoader:
     """The evaluation batches of one process: images rank, rank + world_size, … of the source.
 
-    Nothing is padded or repeated, so processes may differ by one image. What is not said here is as
-    for `train_loader`.
+    Nothing is padded or repeated, so processes may differ by one image. Other arguments are those
+    of `train_loader`.
 
     Args:
-        batch_size: images at once in this process.
+        batch_size: images per batch in this process.
     """
     if not len(source):
-        raise UserError("there are no images to evaluate on")
+        raise UserError("no images to evaluate on")
     _ranks(rank, world_size)
     if batch_size < 1:
         raise UserError(f"batch_size is {batch_size}; give at least 1")
@@ -209,13 +211,13 @@ def eval_loader(
 
 @contextlib.contextmanager
 def translate_killed_worker(iterator: Iterator[LoadedBatch] | None = None) -> Iterator[None]:
-    """Have torch's error for a loading process that was killed, raised anywhere, say just that.
+    """Replace torch's error for a killed loading process.
 
     Args:
-        iterator: of the loader, whose processes are looked at where torch cannot tell.
+        iterator: the loader's; its processes are checked if torch's error does not tell.
 
     Raises:
-        ProcessKilled: in its place.
+        ProcessKilled: a loading process was killed.
     """
     try:
         yield
@@ -223,7 +225,7 @@ def translate_killed_worker(iterator: Iterator[LoadedBatch] | None = None) -> It
         if found := _KILLED.search(str(error)):
             names = {signal.strsignal(signum): signum for signum in signal.Signals}
             raise ProcessKilled(_WORKER, names.get(found[1], signal.SIGKILL)) from error
-        # Of a connection to a worker that is gone, or is just about to be.
+        # A connection failed; its worker has ended, or is about to.
         workers = getattr(iterator, "_workers", [])
         deadline = time.monotonic() + _EXIT_SECONDS
         while workers and time.monotonic() < deadline:
@@ -235,23 +237,20 @@ def translate_killed_worker(iterator: Iterator[LoadedBatch] | None = None) -> It
 
 
 def _sendable(workers: int, loaded: LoadedBatch) -> Any:
-    """What a worker sends: tensors lie in shared memory, unless that has little room.
-
-    Docker gives a container 64 MB of it.
-    """
+    """Send tensors in shared memory, or by pipe if little is left: Docker gives 64 MB."""
     if not workers or loaded.batch is None:
         return loaded
     size = loaded.batch.images.nbytes
-    with contextlib.suppress(OSError):  # elsewhere than on Linux
+    with contextlib.suppress(OSError):  # only Linux has it
         memory = os.statvfs(_SHARED_MEMORY)
-        # All workers may send at once, those of other processes of the run too.
+        # All workers may send at once, including those of the run's other processes.
         if memory.f_bavail * memory.f_frsize < 4 * workers * size:
             return loaded._replace(batch=_ByPipe(loaded.batch))  # type: ignore[arg-type]
     return loaded
 
 
 class _ByPipe:
-    """A batch whose tensors go through the pipe between two processes."""
+    """A batch whose tensors are sent through the pipe between two processes."""
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
@@ -266,13 +265,13 @@ def _from_arrays(images: Any, targets: Any, *others: Any) -> Batch:
 
 
 def _end_worker(error: BaseException, item: object) -> None:
-    """What cannot be sent would be waited for without end: shared memory is full."""
+    """End a worker that cannot send, since shared memory is full: the run would wait forever."""
     signal.raise_signal(signal.SIGBUS)
 
 
 @contextlib.contextmanager
 def _block_signals() -> Iterator[None]:
-    """Keep Ctrl-C and SIGTERM waiting while workers start: a new one would die of them."""
+    """Block Ctrl-C and SIGTERM while workers start: they would end a starting worker."""
     if not _CAN_BLOCK:
         yield
         return
@@ -288,16 +287,15 @@ def _init_worker(_: int) -> None:
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore
     if not _CAN_BLOCK:
         return
-    # Ctrl-C and SIGTERM reach whole groups of processes. What follows from them is for the
-    # training process to decide, and it needs its workers for the step it is in. They end when
-    # it says so, or has ended itself.
+    # Ctrl-C and SIGTERM reach whole process groups. The training process decides how to react and
+    # needs its workers to finish the current step; they end when it tells them to, or exits.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_on_sigterm, name="exit on SIGTERM", daemon=True).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _exit_on_sigterm() -> None:
-    """Wait for a SIGTERM from the training process; SIGTERM stays blocked for the others."""
+    """Exit on SIGTERM from the training process, ignoring those of other processes."""
     trainer = multiprocessing.parent_process()
     while trainer is not None:
         if signal.sigwaitinfo({signal.SIGTERM}).si_pid == trainer.pid:

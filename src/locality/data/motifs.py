@@ -1,9 +1,9 @@
-"""Images for which locality helps or not, as chosen: how far apart the patches to compare are.
+"""Synthetic images with a controlled use of locality: the distance of the patches to compare.
 
-Every image, 16×16 and grey, is noise but for two motifs of 4×4 pixels on a grid of 4×4 places; its
-class is whether the two are the same. On a local image they are neighbours, and a window of 2×2
-places tells the class; on a distant one they are two places or more apart. A dataset `motifs_P` has
-P% of distant images, at random among the others. What is compared is the same at every P.
+Every image, 16×16 and grey, is noise except for two motifs of 4×4 pixels on a grid of 4×4 cells;
+its class is whether the two are the same. In a local image they are adjacent, and a window of 2×2
+cells tells the class; in a distant one they are two or more cells apart. In the dataset `motifs_P`
+a random P% of the images are distant. The comparison is the same at every P.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TRAIN, _VAL = 20_000, 2_000
 
 
 def open_motifs(config: DataConfig) -> tuple[list[str], ArraySource, ArraySource]:
-    """Classes, 20,000 images to train on and 2,000 to evaluate on; always the same."""
+    """Classes, 20,000 training and 2,000 validation images; always the same."""
     name = config.dataset
     images, labels = draw_motifs(_TRAIN + _VAL, DATASETS[name]["distant"], seed=0)
     rgb = np.repeat(images[..., None], 3, axis=-1)
@@ -35,7 +35,7 @@ def open_motifs(config: DataConfig) -> tuple[list[str], ArraySource, ArraySource
 
 @cache
 def _motifs() -> npt.NDArray[np.bool_]:
-    """(KINDS, 4, 4): patterns of eight bright pixels, any two of which differ in eight."""
+    """(KINDS, 4, 4): patterns of eight bright pixels; any two differ in eight pixels."""
     rng, found = np.random.default_rng(0), list[npt.NDArray[np.bool_]]()
     while len(found) < KINDS:
         drawn = rng.permutation(np.arange(MOTIF**2) < MOTIF**2 // 2).reshape(MOTIF, MOTIF)
@@ -47,12 +47,12 @@ def _motifs() -> npt.NDArray[np.bool_]:
 def draw_motifs(
     count: int, distant: float, seed: int
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """Images (count, 16, 16) and their classes (count,), half of them 1, "same".
+    """Images (count, 16, 16) and their labels (count,), half of them 1, "same".
 
     Args:
-        count: of images.
-        distant: the fraction whose motifs are two places or more apart; the others' are neighbours.
-        seed: of everything that is drawn.
+        count: number of images.
+        distant: fraction of images whose motifs are two or more cells apart; others are adjacent.
+        seed: random seed.
     """
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.arange(count) % 2)
@@ -67,7 +67,7 @@ def draw_motifs(
 
 
 def _places(rng: np.random.Generator, is_distant: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """(2, n): where each image's motifs are, row by row; all pairs of a distance are as likely."""
+    """Cells of each image's motifs, (2, n), row-major: uniform over adjacent or distant pairs."""
     rows, columns = np.divmod(np.arange(GRID**2), GRID)
     across = np.abs(rows[:, None] - rows), np.abs(columns[:, None] - columns)
     near, far = np.argwhere(sum(across) == 1), np.argwhere(np.maximum(*across) >= 2)

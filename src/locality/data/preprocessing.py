@@ -1,8 +1,7 @@
 """From a decoded image to a normalised tensor, with timm's and torchvision's transforms.
 
-Work is divided in two so that small images stay cheap: a transform per image ends in a uint8
-tensor, and `normalise` turns a whole batch into floats. Both together give what timm's own
-pipeline gives.
+Two stages keep small images cheap: a transform per image returns a uint8 tensor, and `normalise`
+turns a whole batch into floats. Together they give the same result as timm's pipeline.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torchvision import transforms
 from locality.data.config import AugmentConfig, Preprocessing
 from locality.data.resizing import resize_and_crop
 
-# Of Pillow's images in RGB.
+# Memory of a Pillow image in RGB.
 _PIXEL_BYTES, _OBJECT_BYTES = 4, 1024
 
 Size = tuple[int, int]
@@ -39,10 +38,10 @@ class ImageTransform:
 
     Attributes:
         size: (H, W) of the result.
-        prepare: what gives a PIL image this size, which one that has it keeps, and pads it.
-        pad: zeros on each side, out of which `steps` cut their window.
-        steps: what is done next, at random.
-        on_tensors: to an image of this size, a tensor is the same as a PIL image.
+        prepare: resizes a PIL image, no-op if already that size; then pads.
+        pad: zeros added on each side, from which `steps` crop.
+        steps: the random steps that follow.
+        on_tensors: whether images of this size may be tensors as well as PIL images.
     """
 
     size: Size
@@ -55,43 +54,43 @@ class ImageTransform:
         return self.drawn(self.prepared(image))
 
     def prepared(self, image: Image.Image) -> Image.Image:
-        """What `prepare` makes of an image, the same every time."""
+        """Apply `prepare`, which is deterministic."""
         for step in self.prepare:
             image = step(image)
         return image
 
     @property
     def prepared_bytes(self) -> int | None:
-        """Memory of a prepared image; None where it is as large as the image came."""
+        """Memory of a prepared image; None if it keeps the original size."""
         if not self.prepare:
             return None
         height, width = (side + 2 * self.pad for side in self.size)
         return _PIXEL_BYTES * height * width + _OBJECT_BYTES
 
     def drawn(self, image: Any) -> torch.Tensor:
-        """What `steps` make of an image that is prepared, PIL's or a tensor."""
+        """Apply `steps` to a prepared image, PIL or tensor."""
         for step in self.steps:
             image = step(image)
         return MaybePILToTensor()(image)
 
     def padded(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Images of this size, (B, 3, H, W) uint8, padded for `drawn`: all of a batch at once."""
+        """Pad a batch of images of this size, (B, 3, H, W) uint8, for `drawn`."""
         return F.pad(pixels, [self.pad] * 4)
 
     @property
     def fixed(self) -> bool:
-        """Whether nothing is done to an image of this size."""
+        """Whether images of this size are left unchanged."""
         return self.on_tensors and not (self.pad or self.steps)
 
     def accepts_tensors(self, pixels: torch.Tensor) -> bool:
-        """Whether images like `pixels`, (…, 3, H, W) uint8, need not become PIL images first."""
+        """Whether images like `pixels`, (…, 3, H, W) uint8, can be used without PIL."""
         return self.on_tensors and tuple(pixels.shape[-2:]) == self.size
 
 
 def train_transform(augment: AugmentConfig, preprocessing: Preprocessing) -> ImageTransform:
-    """The random transform of training; draws from the three global generators.
+    """The random training transform; draws from the three global generators.
 
-    Random erasing is not part of it: it follows normalisation, see `create_erasing`.
+    Random erasing is separate: it follows normalisation, see `create_erasing`.
     """
     size = preprocessing.size
     primary, secondary, _ = create_transform(
@@ -100,7 +99,7 @@ def train_transform(augment: AugmentConfig, preprocessing: Preprocessing) -> Ima
         scale=augment.scale,
         ratio=augment.ratio,
         hflip=augment.hflip,
-        # timm adds a jitter step of strength 0 unless it is given nothing at all.
+        # timm adds a jitter step for a strength of 0, but not for None.
         color_jitter=augment.color_jitter or None,  # type: ignore[arg-type]
         auto_augment=augment.auto_augment,
         interpolation=augment.interpolation or preprocessing.interpolation,
@@ -114,7 +113,7 @@ def train_transform(augment: AugmentConfig, preprocessing: Preprocessing) -> Ima
     if augment.crop == "resized":
         return ImageTransform(size, steps=[*primary.transforms, *secondary.transforms])
     _, *flips = primary.transforms
-    # The crop is what differs; the flip behind it and the colour steps stay timm's.
+    # Replaces timm's crop and keeps its flip and colour steps.
     pad = augment.pad if augment.crop == "pad" else 0
     prepare = [*eval_transform(replace(preprocessing, crop_pct=1.0)).prepare]
     steps = [*flips, *secondary.transforms]
@@ -125,7 +124,7 @@ def train_transform(augment: AugmentConfig, preprocessing: Preprocessing) -> Ima
 
 
 def eval_transform(preprocessing: Preprocessing) -> ImageTransform:
-    """The fixed transform of evaluation: resize and cut the centre, or squash, by `crop_mode`."""
+    """The evaluation transform: resize and crop the centre, or squash, by `crop_mode`."""
     size = preprocessing.size
     resized = tuple(math.floor(side / preprocessing.crop_pct) for side in size)
     step = partial(resize_and_crop, preprocessing=preprocessing)
@@ -133,17 +132,17 @@ def eval_transform(preprocessing: Preprocessing) -> ImageTransform:
 
 
 def create_erasing(augment: AugmentConfig) -> RandomErasing | None:
-    """timm's random erasing with noise, for normalised tensors, or None when it is off."""
+    """timm's random erasing with noise, for normalised tensors; None if it is off."""
     if not augment.random_erasing:
         return None
     return RandomErasing(augment.random_erasing, mode="pixel", max_count=1, device="cpu")
 
 
 def affine_matrices(uniform: torch.Tensor, strength: float) -> torch.Tensor:
-    """Random affine maps as `F.affine_grid` takes them.
+    """Random affine maps for `F.affine_grid`.
 
     Args:
-        uniform: (B, 4) in [0, 1): of rotation, of shear, and of the scales of both axes.
+        uniform: (B, 4) in [0, 1): for rotation, shear, and the scales of both axes.
         strength: largest rotation in degrees, and largest shear and change of scale in percent.
 
     Returns:
@@ -162,10 +161,10 @@ def affine_matrices(uniform: torch.Tensor, strength: float) -> torch.Tensor:
 
 
 def warp(pixels: Images, maps: torch.Tensor) -> torch.Tensor:
-    """(B, C, H, W) uint8, or its images in a list → float32, each seen through its map.
+    """(B, C, H, W) uint8, or a list of images → float32, each warped by its map.
 
-    Angles keep on images that are not square. One call for a batch: torchvision's RandomAffine
-    takes 0.3 ms for an image of 8×8, a batch of 64 of them 0.2 ms this way.
+    Angles are preserved on images that are not square. Batched for speed: torchvision's
+    RandomAffine takes 0.3 ms for one 8×8 image, this 0.2 ms for a batch of 64.
     """
     images = pixels if isinstance(pixels, torch.Tensor) else torch.stack([*pixels])
     height, width = images.shape[-2:]
@@ -175,11 +174,11 @@ def warp(pixels: Images, maps: torch.Tensor) -> torch.Tensor:
 
 
 def normalise(pixels: Images, preprocessing: Preprocessing) -> torch.Tensor:
-    """(B, C, H, W) of 0 … 255, or its images in a list → float32, (x/255 − mean)/std by channel."""
+    """(B, C, H, W) of 0 … 255, or a list of images → float32, (x/255 − mean)/std by channel."""
     mean = torch.tensor(preprocessing.mean).view(-1, 1, 1)
     std = torch.tensor(preprocessing.std).view(-1, 1, 1)
     images = torch.empty((len(pixels), *pixels[0].shape), dtype=torch.float32)
-    # Those in a list one by one: a large image then stays in the processor's cache.
+    # Listed images one by one: a large image then stays in the processor's cache.
     if isinstance(pixels, torch.Tensor):
         pixels, parts = [pixels], [images]
     else:
@@ -192,10 +191,10 @@ def normalise(pixels: Images, preprocessing: Preprocessing) -> torch.Tensor:
 def _posterize(
     posterize: Callable[..., Image.Image], image: Image.Image, bits: int, **options: Any
 ) -> Image.Image:
-    """timm's posterize, where keeping no bits gives black, as it did before Pillow 13.
+    """timm's posterize, where 0 bits give black, as before Pillow 13.
 
-    timm's magnitude 10, which "m9-mstd0.5" draws now and then, keeps 0 bits; newer versions of
-    Pillow raise an error instead. The published recipes trained with the black images.
+    timm's magnitude 10, which "m9-mstd0.5" draws occasionally, keeps 0 bits; newer versions of
+    Pillow raise an error. The published recipes trained with the black images.
     """
     return posterize(image, bits, **options) if bits >= 1 else Image.new(image.mode, image.size)
 

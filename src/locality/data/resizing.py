@@ -1,6 +1,6 @@
-"""The evaluation crop: timm's pixels at bounded cost, by Pillow alone.
+"""The evaluation crop: timm's pixels at bounded cost, with Pillow alone.
 
-A process that decodes images for `serve` imports this, so it needs neither torch nor timm.
+The decoding processes of `serve` import this without torch and timm.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _MAX_SHOWN = 448
 
 
 def resize_and_crop(image: Image.Image, preprocessing: Preprocessing) -> Image.Image:
-    """The image at the preprocessing's size: resized and cut to its centre, or squashed.
+    """Resize an image and crop its centre, or squash it, to the preprocessing's size.
 
-    An image more than 16 times as long as the crop loses its ends first, which the crop leaves out
-    in any case. That rounds differently, by less than a pixel of the result.
+    An image more than 16 times as long as the crop first loses its ends, which are outside the
+    crop anyway. The rounding then differs by less than a pixel of the result.
     """
     height, width = preprocessing.size
     rows, columns = (math.floor(side / preprocessing.crop_pct) for side in (height, width))
@@ -34,7 +34,7 @@ def resize_and_crop(image: Image.Image, preprocessing: Preprocessing) -> Image.I
             image = image.crop((left, top, image.width - left, image.height - top))
         rows, columns = _covering(image, rows, columns)
     elif image.height > most_high:
-        # Pillow widens before it shortens.
+        # Pillow resizes the width before the height.
         image = image.resize((image.width, rows), filter_)
     image = image.resize((columns, rows), filter_)
     left, top = round((columns - width) / 2), round((rows - height) / 2)
@@ -42,7 +42,7 @@ def resize_and_crop(image: Image.Image, preprocessing: Preprocessing) -> Image.I
 
 
 def high_resolution_crop(image: Image.Image, preprocessing: Preprocessing) -> Image.Image:
-    """What `resize_and_crop` leaves of an image, in RGB with more pixels, up to 448 a side."""
+    """The crop of `resize_and_crop` in RGB at a higher resolution, up to 448 pixels a side."""
     height, width = preprocessing.size
     factor = max(1, min(_MAX_SHOWN, *image.size) // max(height, width))
     larger = preprocessing.at((factor * height, factor * width))
@@ -50,9 +50,9 @@ def high_resolution_crop(image: Image.Image, preprocessing: Preprocessing) -> Im
 
 
 def _covering(image: Image.Image, rows: int, columns: int) -> tuple[int, int]:
-    """(rows, columns) of the image's aspect ratio, at least as many of each as given.
+    """(rows, columns) in the image's aspect ratio, each at least as large as given.
 
-    Rounded as timm does, which leaves square ones to torchvision.
+    Rounded like timm, which leaves squares to torchvision.
     """
     if rows == columns:
         short = min(image.size)

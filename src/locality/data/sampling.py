@@ -1,13 +1,13 @@
 """Position-keyed randomness: the order of samples, subsets and splits.
 
-Everything random about the data is a function of (seed, stream, position): which image comes at a
-position, how it is augmented, what stands in for it when it cannot be read, which images make up a
-fraction or a split. Nothing depends on what was drawn before, on the number of workers or of
-processes, so that a resumed run repeats itself without any state.
+All randomness in the data is a function of (seed, stream, position): the image at a position, its
+augmentation, its replacement if it cannot be read, the images of a fraction or a split. Nothing
+depends on earlier draws or on the number of workers or processes, so a resumed run repeats itself
+without saved state.
 
-The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014). Our own
-permutation rather than a library's shuffle: it needs no memory, starts in the middle for free,
-and stays the same when libraries change their generators.
+The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014). Unlike a library's
+shuffle, the permutation needs no memory, can start in the middle, and does not change with library
+versions.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _MULTIPLY_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MULTIPLY_2 = np.uint64(0x94D049BB133111EB)
 _SHIFT_1, _SHIFT_2, _SHIFT_3 = (np.uint64(shift) for shift in (30, 27, 31))
 _ONE = np.uint64(1)
-# With 16 rounds even the permutations of 5 or 6 things are all equally likely; 12 leave a bias.
+# With 16 rounds even the permutations of 5 or 6 items are equally likely; 12 leave a bias.
 _ROUNDS = np.arange(16, dtype=np.uint64)
 
 
 class Stream(IntEnum):
-    """What a key is for. Two streams with the same seed and position share nothing."""
+    """The purpose of a key. Streams are independent, even with the same seed and position."""
 
     ORDER = 1
     AUGMENT = 2
@@ -50,9 +50,9 @@ class Stream(IntEnum):
 
 
 def hash_seed(seed: int, *words: int | npt.ArrayLike) -> Hashes:
-    """64-bit keys for (seed, words): well mixed, any word broadcast as an array.
+    """64-bit hashes of (seed, words); words may be arrays, which broadcast.
 
-    Words are whole numbers taken modulo 2⁶⁴; their order matters.
+    Words are integers modulo 2⁶⁴; their order matters.
     """
     state = _mix(_word(seed))
     for word in words:
@@ -74,14 +74,14 @@ def _mix(x: Hashes) -> Hashes:
 
 
 def permute(ranks: npt.ArrayLike, size: int, key: Hashes) -> Indices:
-    """Where `ranks` go under the random permutation of 0 … size − 1 that `key` names.
+    """Apply the random permutation of 0 … size − 1 selected by `key` to `ranks`.
 
     A Feistel network on a × b ≥ size, a ≈ b, in the additive form of Black and Rogaway (2002);
-    values that fall outside 0 … size − 1 walk on until they are inside.
+    values outside 0 … size − 1 are mapped again until they are inside.
 
     Args:
-        ranks: any number of places, each from 0 to size − 1.
-        size: how many things are permuted.
+        ranks: integers from 0 to size − 1.
+        size: number of items permuted.
         key: one key, or one per rank.
 
     Returns:
@@ -103,14 +103,14 @@ def _feistel(x: Hashes, rows: np.uint64, columns: np.uint64, key: Hashes) -> Has
     row, column = x // columns, x % columns
     round_keys = _mix(key + _ROUNDS[:, None])
     for add_to_row, add_to_column in zip(round_keys[::2], round_keys[1::2], strict=True):
-        # Halved, so that the sum cannot wrap around, which would send two places to one.
+        # Halved: if the sum wrapped around, two places could map to one.
         row = (row + (_mix(column ^ add_to_row) >> _ONE)) % rows
         column = (column + (_mix(row ^ add_to_column) >> _ONE)) % columns
     return row * columns + column
 
 
 def sample_order(positions: npt.ArrayLike, size: int, seed: int, repeats: int = 1) -> Indices:
-    """The sample trained at each global position: an own permutation for every epoch.
+    """The sample at each global position, from a new permutation every epoch.
 
     With repeated augmentation (Hoffer et al., 2020) `repeats` neighbouring positions share a
     sample, and an epoch of `size` positions shows the first part of its permutation, as timm's
@@ -123,9 +123,9 @@ def sample_order(positions: npt.ArrayLike, size: int, seed: int, repeats: int = 
 def seed_generators(key: int) -> None:
     """Seed the three generators that timm's and torchvision's transforms draw from.
 
-    Those are Python's `random`, numpy's global one and torch's default one for the processor.
-    Each gets its own part of the key: numpy and torch run the same Mersenne Twister and would
-    otherwise draw the same numbers. `torch.manual_seed` would do more, and cost 85 µs for it.
+    Those are Python's `random`, numpy's global one and torch's default one for the CPU. Each gets
+    its own part of the key: numpy and torch use the same Mersenne Twister and would otherwise draw
+    the same numbers. `torch.manual_seed` also seeds other devices, which takes 85 µs.
     """
     random.seed(key)
     np.random.seed(key >> 32)  # noqa: NPY002 (the generator that timm uses)
@@ -134,7 +134,7 @@ def seed_generators(key: int) -> None:
 
 @contextlib.contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Leave the process's three generators as they were before the block."""
+    """Restore the process's three generators after the block."""
     python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
     processor = torch.default_generator.get_state()
     try:
@@ -146,9 +146,9 @@ def preserved_generators() -> Iterator[None]:
 
 
 def balanced_fraction(labels: npt.ArrayLike, fraction: float, seed: int) -> Indices:
-    """A seeded random fraction of every class, rounded to the nearest whole number of images.
+    """A seeded random fraction of every class, rounded to the nearest number of images.
 
-    Nested: with one seed, a smaller fraction's images are all among a larger one's.
+    Nested: with the same seed, a smaller fraction is a subset of a larger one.
 
     Raises:
         UserError: a class that has images would be left with none.
@@ -160,7 +160,7 @@ def balanced_fraction(labels: npt.ArrayLike, fraction: float, seed: int) -> Indi
 def sorted_fraction(labels: npt.ArrayLike, fraction: float) -> Indices:
     """The first int(n · fraction) images of every class, in the source's own sorted order.
 
-    This is the choice that the code released with the ConViT paper makes.
+    The code released with the ConViT paper selects these.
 
     Raises:
         UserError: a class that has images would be left with none.
@@ -171,10 +171,9 @@ def sorted_fraction(labels: npt.ArrayLike, fraction: float) -> Indices:
 def stratified_split(
     labels: npt.ArrayLike, val_fraction: float, seed: int
 ) -> tuple[Indices, Indices]:
-    """Training and validation indices, every class divided in the same proportion.
+    """Training and validation indices, stratified by class.
 
-    Each class that has two images or more gives at least one to either side; a single image is
-    trained on.
+    A class of two or more images has at least one on either side; a single image is for training.
     """
 
     def held_out(n: int) -> tuple[int, int]:
@@ -185,9 +184,9 @@ def stratified_split(
 
 
 def class_slice(labels: npt.ArrayLike, part: tuple[float, float], seed: int) -> Indices:
-    """A part of every class in an order that `seed` draws: from one fraction of it to another.
+    """A part of every class, between two fractions of an order drawn by `seed`.
 
-    Parts that do not overlap have no image in common, and adjoining ones leave none out.
+    Disjoint parts share no image, and adjoining ones leave none out.
     """
     low, high = part
     return _chosen(labels, seed, Stream.SPLIT, lambda n: (int(n * low + 0.5), int(n * high + 0.5)))
@@ -196,9 +195,9 @@ def class_slice(labels: npt.ArrayLike, part: tuple[float, float], seed: int) -> 
 def _chosen(
     labels: npt.ArrayLike, seed: int | None, stream: Stream, span: Callable[[int], tuple[int, int]]
 ) -> Indices:
-    """Of every class's n images those from one place to another, sorted.
+    """Indices of every class's images between two places, sorted.
 
-    Places are those of the order that `seed` draws, or of the source's own.
+    Places are in an order drawn by `seed`, or in the source's order if that is None.
     """
     chosen = [np.empty(0, dtype=np.int64)]
     present, counts = np.unique(np.asarray(labels, dtype=np.int64), return_counts=True)

@@ -1,8 +1,8 @@
-"""Where images come from: a numbered, labelled collection that can be read in any order.
+"""Image sources: labelled images with random access.
 
-The fingerprint of a run's images tells a resumed run whether they have changed. To read a million
-files takes hours, to ask for their size and time of modification 6 s. So large datasets are
-compared by those, and small ones by their content, which copying does not change.
+The fingerprint of a run's images tells a resumed run whether they have changed. Reading a million
+files takes hours, their sizes and modification times 6 s; so large datasets are compared by these,
+and small ones by content, which copying does not change.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 
 class BadImage(Exception):
-    """An image that cannot be decoded; the message says why, without naming it."""
+    """An image that cannot be decoded; the message gives the reason, not the image's name."""
 
 
 class TooManyPixels(BadImage):
-    """An image that could be decoded, but for its size."""
+    """An image refused only for its size."""
 
 
 class ImageSource(ABC):
@@ -44,10 +44,10 @@ class ImageSource(ABC):
 
     Attributes:
         labels: (n,) int64, the class of each image.
-        pixels: (n, 3, H, W) uint8 tensor when all images are in memory and of one size, else None.
-        label_sets: where an image may have several right answers, one tuple of classes per
-            image (ReaL labels); `labels` then holds the first of each. Else None.
-        numbered: whether its classes are numbers and have no names.
+        pixels: (n, 3, H, W) uint8 tensor if all images are in memory and of one size, else None.
+        label_sets: a tuple of correct classes per image (ReaL labels), whose first is in `labels`;
+            None if every image has one class.
+        numbered: whether the classes are numbers without names.
     """
 
     labels: npt.NDArray[np.int64]
@@ -68,28 +68,28 @@ class ImageSource(ABC):
 
     @abstractmethod
     def describe(self, index: int) -> str:
-        """What to call image `index` when speaking to a person: a path where there is one."""
+        """The name of image `index` in messages: its path if it has one."""
 
     def check_header(self, index: int) -> None:
-        """Check image `index` without decoding it, as far as that is possible.
+        """Check image `index`, if possible without decoding it.
 
         Raises:
-            BadImage: it cannot.
+            BadImage: the image cannot be read.
         """
         self.read(index)
 
     def files(self, indices: npt.NDArray[np.int64]) -> Iterable[tuple[str, str]]:
         """The files that hold the images at `indices`: names within the dataset, and paths.
 
-        A name is the same wherever the dataset lies. Empty where images have no files.
+        Names do not depend on the dataset's location. Empty if images have no files.
         """
         return ()
 
     def read_or_raise(self, index: int) -> Image.Image:
-        """As `read`, with a damaged image as an error that names it.
+        """As `read`, but an error names the image.
 
         Raises:
-            UserError: the image cannot be decoded, naming it.
+            UserError: the image cannot be decoded.
         """
         with wrap_errors(f"{self.describe(index)} cannot be read", BadImage):
             return self.read(index)
@@ -107,7 +107,7 @@ class Subset(ImageSource):
         if source.label_sets is not None:
             self.label_sets = [source.label_sets[index] for index in indices.tolist()]
         if isinstance(source, Subset):
-            # One level is enough, however often a subset of a subset is taken.
+            # Flatten nested subsets.
             indices = source.indices[indices]
             source = source.source
         self.source: ImageSource = source
@@ -133,8 +133,8 @@ class ArraySource(ImageSource):
 
     Args:
         images: (n, H, W, 3) uint8.
-        labels: (n,) whole numbers.
-        name: what to call the collection.
+        labels: (n,) integers.
+        name: the collection's name in messages.
     """
 
     def __init__(self, images: npt.NDArray[np.uint8], labels: npt.ArrayLike, name: str) -> None:
@@ -145,7 +145,7 @@ class ArraySource(ImageSource):
             )
         if len(images) != len(self.labels):
             raise UserError(f"{name}: {len(images)} images but {len(self.labels)} labels")
-        import torch  # files are listed and checked without it
+        import torch  # not needed to list and check files
 
         self.pixels = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
         self.name = name
@@ -160,9 +160,9 @@ class ArraySource(ImageSource):
 
 @dataclass(frozen=True)
 class DataSplits:
-    """A dataset ready to use: its classes, what to train on and what to evaluate on.
+    """A dataset's classes, training and validation images.
 
-    `train` is empty for datasets that are for evaluation only.
+    `train` is empty for evaluation-only datasets.
     """
 
     name: str
@@ -171,18 +171,18 @@ class DataSplits:
     val: ImageSource
 
     def file_bytes(self) -> int:
-        """About the size of the image files, from a sample of them; 0 if images have none."""
+        """The approximate size of all image files, from a sample; 0 without files."""
         total = 0.0
         for source in (self.train, self.val):
             sample = np.arange(len(source))[:: 1 + len(source) // _SIZED_FILES]
             sizes = [_status(path)[0] for _, path in source.files(sample)]
-            # A file per image, or all the files that hold them.
+            # One file per image, or all files of the dataset.
             total += sum(sizes) * (len(source) / len(sizes) if len(sizes) == len(sample) else 1)
         return round(total)
 
 
 def open_digits(config: DataConfig) -> tuple[list[str], ImageSource, None]:
-    """1,797 handwritten digits, 8×8, grey as RGB, as scikit-learn's `load_digits` has them."""
+    """1,797 handwritten digits, 8×8, grey as RGB; the images of scikit-learn's `load_digits`."""
     return [str(digit) for digit in range(10)], ArraySource(*_digit_arrays(), "digits"), None
 
 
@@ -199,12 +199,12 @@ def _digit_arrays() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
     return images, labels
 
 
-# As many bytes are read and digested in seconds; opening a file takes as long as so many more.
+# Hashing this many bytes takes seconds; opening a file takes as long as hashing _OPENING_BYTES.
 CONTENT_BYTES = 1_000_000_000
 
 _OPENING_BYTES = 10_000
 
-_DIGITS = 16  # of a file's digest; a time of modification has fewer
+_DIGITS = 16  # of a file's digest; modification times have fewer
 
 _MAX_TABLE_BYTES, _MOST_FILES = 1 << 28, 3_000_000
 
@@ -216,10 +216,10 @@ class ImageFingerprint:
     """The fingerprint of a run's images.
 
     Attributes:
-        labels: digest of the classes and of all labels in their order.
-        files: digest of what is in memory and of `table`.
-        table: a line per file in the order of use: size, content or time of modification, and
-            part/name, with tabs between; compressed.
+        labels: digest of the classes and all labels, in order.
+        files: digest of the images in memory and of `table`.
+        table: a line per file in order of use: size, digest or modification time, and split/name,
+            separated by tabs; gzipped.
     """
 
     labels: str
@@ -228,7 +228,7 @@ class ImageFingerprint:
 
     @classmethod
     def of(cls, splits: DataSplits) -> ImageFingerprint:
-        """Compute it from the images of a run, or from the sizes and times of their files."""
+        """Compute the fingerprint of a run's images."""
         labels = hashlib.sha256(json.dumps(splits.classes).encode())
         files = hashlib.sha256()
         for source in (splits.train, splits.val):
@@ -243,11 +243,11 @@ class ImageFingerprint:
 
     @property
     def fingerprint(self) -> str:
-        """What a checkpoint keeps of it."""
+        """The text stored in checkpoints."""
         return f"{self.labels}-{self.files}"
 
     def differences(self, before: Path) -> str:
-        """Which files changed, are gone or are new since the table in a file, in words."""
+        """The files that changed, are gone or are new since the table in `before`, in words."""
         old, new = _read_table(before), _parse_table(gzip.decompress(self.table))
         found = {
             "changed": [name for name in new if name in old and old[name] != new[name]],
@@ -276,11 +276,11 @@ def _table(splits: DataSplits) -> str:
 
 
 def _status(path: str) -> tuple[int, int]:
-    """Size in bytes and time of modification in whole seconds, which survive archives."""
+    """Size in bytes and modification time in whole seconds, as archives preserve it."""
     try:
         status = os.stat(path)
     except OSError:
-        return -1, -1  # as a damaged image, it is dealt with where it is read
+        return -1, -1  # reported when the image is read
     return status.st_size, int(status.st_mtime)
 
 
@@ -304,5 +304,5 @@ def _parse_table(table: bytes) -> dict[str, str]:
 
 
 def _read_table(path: Path) -> dict[str, str]:
-    with wrap_errors(f"{path} is no record of images", OSError, ValueError):
+    with wrap_errors(f"{path} is not a record of images", OSError, ValueError):
         return _parse_table(gunzip(path, "record of images", _MAX_TABLE_BYTES))

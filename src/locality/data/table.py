@@ -1,7 +1,7 @@
-"""A table of images: a text file whose rows name an image and its class.
+"""Tables of images: text files whose rows name an image and its class.
 
-Tables come from spreadsheets, pandas and other people's scripts. What is taken from one, its
-columns above all, is logged; what has no single meaning is refused with its line.
+Tables come from spreadsheets, pandas and scripts. The columns found are logged; ambiguous rows and
+columns are errors, which name the line.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TABLE = "labels.csv"
 _MAX_TABLE_BYTES = 1 << 30
 _MAX_LINE = 1 << 17
 _MARKS = ",;\t| "
-# Rows that show how a table is written.
+# Rows from which the format is inferred.
 _SAMPLE = 100
 _LABELS = ("label", "labels", "class", "classes", "target", "category", "cls")
 _INDICES = ("", "index", "unnamed: 0")
@@ -50,20 +50,21 @@ _QUOTES = "a quotation mark may be missing, or one too many"
 
 
 def open_table(config: DataConfig) -> tuple[list[str], FileSource, FileSource | None]:
-    """Classes, sorted, training and validation images of a table; None where they are to be split.
+    """Classes, sorted, training and validation images of a table; None without a split.
 
-    Columns are separated by commas, semicolons, tabs, bars or spaces. Images are in the column
-    whose cells are files; classes in the one whose heading says so, or the only other one, or one
-    column each. Images are split by a column of "train" and "val", or by folders so called.
+    Columns are separated by commas, semicolons, tabs, bars or spaces. The image column is the one
+    whose cells are files; the class column is the one so named, or the only other one, or there is
+    one column per class. Images are split by a column of "train" and "val", or by folders of these
+    names.
 
     Args:
-        config: its root is the file, or a folder with a `labels.csv`; images lie relative to it.
-            Its columns, by name or by number from 1, are found unless given.
+        config: its root is the file, or a folder with a `labels.csv`; image paths are relative to
+            that folder. Columns, by name or by number from 1, are inferred unless given.
     """
     path = Path(config.root or "").expanduser()
     path = path / TABLE if path.is_dir() else path
     if not path.exists():
-        raise UserError(f"there is no table of images '{path}'; give it, or its folder, as root")
+        raise UserError(f"no table of images '{path}'; give the table or its folder as root")
     table = _Table(path, config)
     lines, rows = table.read(config)
     images = [row[table.images] for row in rows]
@@ -97,16 +98,16 @@ def open_table(config: DataConfig) -> tuple[list[str], FileSource, FileSource | 
 
 
 def has_table(folder: Path) -> bool:
-    """Whether a folder's images are those of its `labels.csv`, not those of its class folders."""
+    """Whether `labels.csv`, rather than class folders, lists a folder's images."""
     path = folder / TABLE
     if not path.is_file():
         return False
     if len(list_entries(folder)[0]) < 2:
         return True
     if "val" in find_splits(folder):
-        why = "there are folders of images to train and to evaluate on"
+        why = "there are training and validation folders"
     elif not _Table(path, DataConfig("table", str(path))).found:
-        why = "it names no image there is, and there are class folders"
+        why = "none of its images exists, and there are class folders"
     else:
         return True
     log_once(f"'{path}' is not used: {why}; to use it, give it in place of '{folder}'")
@@ -114,14 +115,14 @@ def has_table(folder: Path) -> bool:
 
 
 class _Table:
-    """How a table is written, from its first rows.
+    """The format of a table, inferred from its first rows.
 
     Attributes:
         path: the file.
-        width: how many columns it has.
-        heading: names of its columns; empty without.
-        images: number, from 0, of the column of images.
-        found: how many of the first rows name a file there.
+        width: number of columns.
+        heading: names of its columns; empty without a header.
+        images: index of the image column.
+        found: how many of the first rows name an existing file.
     """
 
     def __init__(self, path: Path, config: DataConfig) -> None:
@@ -144,8 +145,8 @@ class _Table:
         named = [name for name in given if self.column(name) + 1 != _number(name)]
         rows = [row for row in rows if len(row) == self.width]
         self.images, find, self.found = self._image_column(config.image_column, rows)
-        # Unless a column is given by name, a first row is data if its image is a file or called
-        # like one, or if a later row repeats one of its cells.
+        # Unless a column is given by name, the first row is data if its image exists or has an
+        # image's suffix, or if a later row repeats one of its cells.
         first, later = rows[0], list(zip(*rows[1:], strict=True)) or [()] * self.width
         suffix = _suffix(first[self.images])
         if not named and (
@@ -157,7 +158,7 @@ class _Table:
             self.heading = []
 
     def column(self, given: str) -> int:
-        """The number, from 0, of a column given by its name or by its number from 1."""
+        """The index of a column given by name or by number from 1."""
         names = [name.casefold() for name in self.heading]
         if names.count(given.strip().casefold()) == 1:
             return names.index(given.strip().casefold())
@@ -171,12 +172,13 @@ class _Table:
         return f"column '{self.heading[number]}'" if self.heading else f"column {number + 1}"
 
     def read(self, config: DataConfig) -> tuple[list[int], list[list[str]]]:
-        """The lines of all rows and their cells, images as their files are called.
+        """Line numbers and cells of all rows, with images as their files are named.
 
-        An error names the line of a row that is not like the others, or whose image was
-        named before, lies elsewhere or is no file; or says that too many are missing.
+        Raises:
+            UserError: a row has the wrong width, its image is repeated, outside the folder or not
+                a file, or too many images are missing.
         """
-        kept: dict[str, str] = {}  # few texts are in most cells
+        kept: dict[str, str] = {}  # most cells repeat
         seen: dict[str, int] = {}
         missing: list[str] = []
         other: list[str] = []
@@ -192,7 +194,7 @@ class _Table:
                     f"{where} has {len(row)} columns, the first row {self.width}: {' '.join(row)!r}"
                 )
             if broken := [cell for n, cell in enumerate(row) if n != self.images and "\n" in cell]:
-                raise UserError(f"{where}: {broken[0]!r} ends in another line; {_QUOTES}")
+                raise UserError(f"{where}: {broken[0]!r} ends on another line; {_QUOTES}")
             name = row[self.images]
             found = self.files.find(name, config.allow_outside, where)
             if found is None:
@@ -216,11 +218,11 @@ class _Table:
             more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
             raise UserError(f"'{self.path}' names {missing[0]}{more}")
         if other:
-            log_once(f"'{self.path}' writes names of files otherwise: {some(other, 2, quote='')}")
+            log_once(f"'{self.path}' spells file names differently: {some(other, 2, quote='')}")
         return lines, rows
 
     def split_column(self, rows: list[list[str]]) -> int | None:
-        """The column that says which images to train and which to evaluate on, if there is one."""
+        """The column that assigns images to splits, or None."""
         for number in range(self.width):
             if number != self.images:
                 parts = {part_of(cell) for cell in {row[number] for row in rows}}
@@ -231,7 +233,7 @@ class _Table:
     def label_columns(
         self, given: str | None, rows: list[list[str]], splits: int | None
     ) -> list[int]:
-        """The column of classes, or one for each class."""
+        """The class column, or one column per class."""
         if given is not None:
             return [self.column(given)]
         left = [
@@ -250,7 +252,7 @@ class _Table:
             return left[:1]
         listed = some(map(self.called, left or [self.images]), quote="")
         if not left:
-            raise UserError(f"'{self.path}' has no column of classes beside {listed}")
+            raise UserError(f"'{self.path}' has no column of classes besides {listed}")
         raise UserError(
             f"{listed} of '{self.path}' could be the classes; give one, such as "
             f"--data.label_column {left[0] + 1}"
@@ -277,7 +279,7 @@ class _Table:
     def _image_column(
         self, given: str | None, rows: list[list[str]]
     ) -> tuple[int, Callable[[str], str | None], int]:
-        """The column whose cells are files, what finds them, and how many of its cells are."""
+        """The image column, the function that finds its files, and how many cells are files."""
         searched = range(self.width) if given is None else [self.column(given)]
         for find in (self.files.exact, self.files.near):
             counts = {n: sum(find(row[n]) is not None for row in rows) for n in searched}
@@ -304,18 +306,18 @@ class _Files:
         self._by_key = cache(self._index)
 
     def find(self, name: str, allow_outside: bool, where: str) -> str | None:
-        """The file that a table means by a name; None where there is none."""
+        """The file that a name in a table refers to, or None."""
         for each in (name, name.replace("\\", "/")):
             if not allow_outside and not is_inside(self.root, each):
                 raise outside_error(f"{where} names '{name}'", self.root)
             if (found := self.exact(each)) is not None:
                 return found
             if name and self._exists(each):
-                raise UserError(f"{where} names '{name}', no file but a folder, device or pipe")
+                raise UserError(f"{where} names '{name}', a folder, device or pipe; give a file")
         return self.near(name)
 
     def exact(self, name: str) -> str | None:
-        """The name itself, if it is that of a file."""
+        """The name itself, if it is a file."""
         folder, last = os.path.split(name)
         if last in self._listed(folder):
             return name
@@ -324,7 +326,7 @@ class _Files:
         return name if last and self._exists(name) and path.is_file() else None
 
     def near(self, name: str) -> str | None:
-        """The only file that differs in case, accents' encoding or a suffix that is left out."""
+        """The only file that differs just in case, accents' encoding or a missing suffix."""
         folder = ""
         *above, last = name.replace("\\", "/").removeprefix("./").split("/")
         for part in above:
@@ -350,7 +352,7 @@ class _Files:
             return frozenset()
 
     def _index(self, folder: str, kind: str) -> dict[str, str | None]:
-        """What lies in a folder by its `_key`; None where several do."""
+        """Names in a folder by their `_key`; None for ambiguous keys."""
         folders, files, _ = list_entries(self.root / folder)
         keys: dict[str, str | None] = {}
         for name in folders if kind == "folders" else files:
@@ -360,7 +362,7 @@ class _Files:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """The lines of a text file, with their ends."""
+    """The lines of a text file, with line endings."""
     with open_file(path, _MAX_TABLE_BYTES) as file:
         utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
         file.seek(0)
@@ -371,14 +373,14 @@ def _lines(path: Path) -> Iterator[str]:
             while line := text.readline(_MAX_LINE):
                 if "\0" in line or len(line) == _MAX_LINE:
                     raise UserError(f"'{path}' is not text; save the table as CSV, in UTF-8")
-                # Spaces at the end would follow a closing quotation mark.
+                # `csv` does not allow spaces after a closing quotation mark.
                 yield re.sub(r" +([\r\n]*)$", r"\1", line)
 
 
 def _rows(
     path: Path, lines: Iterable[str], mark: str, skipped: int = 0, whole: bool = True
 ) -> Iterator[tuple[int, list[str]]]:
-    """Rows with the lines in which they begin; unless `whole`, up to what cannot be read."""
+    """Rows with the lines in which they begin; unless `whole`, stops at an unreadable row."""
     reader = csv.reader(lines, delimiter=mark, skipinitialspace=True, strict=True)
     line = 1
     try:
@@ -393,7 +395,7 @@ def _rows(
 
 
 def _separator(lines: list[str]) -> str:
-    """What separates the columns: names of images on one side, and rows that are of one width."""
+    """The separator that isolates the most image names, and gives rows of equal width."""
 
     def merits(mark: str) -> tuple[int, bool, bool]:
         rows = [row for _, row in _rows(Path(), lines, mark, whole=False)]

@@ -1,7 +1,7 @@
 """Dataset validation: the report of `data check`, and the check of a run's validation images.
 
-Validation images are decoded before training, or beyond a number only their headers are read, so
-that a damaged one is named before the first step and not at the first evaluation.
+Validation images are decoded before training, or mostly only their headers if there are many, so
+that a damaged one is reported before the first step, not at the first evaluation.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from locality.errors import ProcessKilled, UserError, printable, some
 from locality.files import in_threads
 from locality.machine import processors
 
-# Files handed to a process at once: enough to make handing over cheap.
+# Files handed to a process at once: enough to amortise the overhead.
 _CHUNK = 64
 
 
 class Sizes(NamedTuple):
-    """How large images are, in pixels: least, 5%, median, 95%, greatest of each side."""
+    """Image sizes in pixels: minimum, 5%, median, 95% and maximum of each side."""
 
     width: tuple[int, ...]
     height: tuple[int, ...]
@@ -47,20 +47,20 @@ class CheckReport:
     """The report of `locality data check`.
 
     Attributes:
-        folder: what was looked through.
-        images: number of image files per part ("train" and "val", or "all").
-        classes: number of class folders.
+        folder: the folder or dataset checked.
+        images: number of images per split ("train" and "val", or "all").
+        classes: number of classes.
         bad_files: files that cannot be decoded, path → reason.
-        empty_classes: classes without images, per part.
-        class_difference: classes that only one part has, in words; empty when they agree.
+        empty_classes: classes without images, per split.
+        class_difference: classes that only one split has, in words; empty if they agree.
         duplicates: (training file, validation file) with the same content.
-        repeats: (earlier file, file) of the same part with the same content.
-        ignored: files that are not images by name, or lie outside the class folders.
+        repeats: (earlier file, file) of the same split with the same content.
+        ignored: files without an image suffix, or outside the class folders.
         loops: links that lead to themselves or back to a folder above them.
-        modes: how many images have each colour mode ("RGB", "L", "CMYK", …).
-        sizes: distribution of widths and heights; None without any image.
-        bits: how many bits 16-bit greys use, of how many; None without any.
-        counts: images per class, of those to train on where they are told apart.
+        modes: number of images per colour mode ("RGB", "L", "CMYK", …).
+        sizes: distribution of widths and heights; None without images.
+        bits: (used, available) bits of 16-bit greys; None without any.
+        counts: images per class, in the training split if there is one.
     """
 
     folder: str
@@ -80,7 +80,7 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """Whether a run on this folder neither stops nor is evaluated on what it trained on."""
+        """Whether a run on this folder neither stops nor evaluates on training images."""
         return not (
             self.bad_files
             or self.class_difference
@@ -91,7 +91,7 @@ class CheckReport:
         )
 
     def lines(self, most: int = 10) -> list[str]:
-        """The report for a person, at most `most` of each fault."""
+        """The report in words, with at most `most` examples of each fault."""
         counts = ", ".join(f"{number:,} in {part}" for part, number in self.images.items())
         text = [f"{self.folder}: {self.classes} classes, images: {counts}"]
         if self.sizes is not None:
@@ -142,7 +142,7 @@ class ImageInfo(NamedTuple):
 
     @classmethod
     def of(cls, content: bytes, mode: str, image: Image.Image) -> ImageInfo:
-        """Of an image whose content tells whether two are the same."""
+        """Describe an image; `content` identifies duplicates."""
         digest = hashlib.blake2b(content, digest_size=16).digest()
         return cls(digest, image.width, image.height, mode, image.info.get("bits"))
 
@@ -159,9 +159,9 @@ def check(
     """Decode every image of a dataset and report its faults.
 
     Args:
-        folder: with train/ and val/, or with class folders; or what another dataset is read from.
+        folder: a folder with train/ and val/ or with class folders; or another dataset's root.
         dataset: one of `DATASETS`.
-        decoding: as the run will decode.
+        decoding: the run's decoding settings.
         allow_outside: as in `DataConfig`.
         workers: processes; None uses all processors this process may use.
         progress: show a progress bar.
@@ -221,7 +221,7 @@ def _percentiles(sides: Sequence[int]) -> tuple[int, ...]:
 def _inspect_all(
     source: ImageSource, names: list[str], decoding: Decoding, workers: int | None
 ) -> Iterator[ImageInfo | str]:
-    """Each image of a source, or why it cannot be decoded: files, in parallel, as themselves."""
+    """Info on each image, or why it cannot be decoded; image files are read in parallel."""
     if names != [path for _, path in source.files(np.arange(len(source)))]:
         yield from (_inspect_decoded(source, index) for index in range(len(source)))
         return
@@ -230,7 +230,7 @@ def _inspect_all(
     if workers <= 1:
         yield from map(examine, names)
         return
-    # Processes rather than threads: much of decoding holds Python's lock.
+    # Processes rather than threads: much of decoding holds the GIL.
     try:
         with ProcessPoolExecutor(workers) as pool:
             yield from pool.map(examine, names, chunksize=_CHUNK)
@@ -260,12 +260,12 @@ def _most_used(bits: Iterable[tuple[int, int] | None]) -> tuple[int, int] | None
 
 
 def _black(bits: tuple[int, int] | None) -> bool:
-    """Whether nothing is left of 16-bit greys in 8 bits."""
+    """Whether 16-bit greys become black in 8 bits."""
     return bits is not None and 0 < bits[0] <= bits[1] - 8
 
 
 def _unused_bits(bits: tuple[int, int] | None) -> str:
-    """What to do about 16-bit greys that leave more than one bit unused; "" about others."""
+    """Advice on 16-bit greys that leave more than one bit unused; "" otherwise."""
     used, there = bits or (0, 0)
     if not 0 < used < there - 1:
         return ""
@@ -276,18 +276,18 @@ def _unused_bits(bits: tuple[int, int] | None) -> str:
     )
 
 
-# As many images of ImageNet's size are decoded in half a minute by one processor.
+# One processor decodes this many images of ImageNet's size in half a minute.
 MAX_DECODED = 5_000
 
 
 def verify(source: ImageSource) -> str:
-    """Make sure that all validation images can be read.
+    """Check that all validation images can be read.
 
     Returns:
-        what was done, for the header of a run; empty for images in memory.
+        a summary for the header of a run; empty for images in memory.
 
     Raises:
-        UserError: some cannot, naming them.
+        UserError: images cannot be read, or are black in 8 bits.
     """
     if source.pixels is not None:
         return ""
@@ -304,7 +304,7 @@ def verify(source: ImageSource) -> str:
             return str(error)
         return None
 
-    # Decoding silences warnings for a while, which threads do for each other: undone here.
+    # Decoding suppresses warnings, which is not thread-safe: restored here.
     with warnings.catch_warnings():
         found = enumerate(in_threads(problem, range(len(source))))
         bad = {source.describe(index): reason for index, reason in found if reason is not None}
@@ -315,8 +315,8 @@ def verify(source: ImageSource) -> str:
         )
     unused = _unused_bits(used := _most_used(bits))
     if _black(used):
-        raise UserError(f"nothing can be seen in the validation images: {unused}")
+        raise UserError(f"the validation images are black: {unused}")
     done = f"all {len(source):,} validation images can be decoded"
     if not whole:
-        done = f"validation images: {len(source):,} whole headers, one in a hundred decoded"
+        done = f"validation images: {len(source):,} headers read, one in a hundred decoded"
     return f"{done}; {unused}" if unused else done

@@ -1,7 +1,7 @@
-"""Model size, image size and length of a run on custom images, chosen for images, machine and time.
+"""Model, image size and length of a run on custom images, for the images, machine and time.
 
-The recipes `photos` and `finetune` say how to train. What `autofit` chooses becomes part of the
-run's configuration, so that the run can be repeated and resumed on machines of any speed.
+The recipes `photos` and `finetune` set the rest. The choices become part of the run's
+configuration, so that the run can be repeated and resumed on machines of any speed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from locality.training.optim import Plan, make_plan
 from locality.training.recipes import adjusted, is_small
 from locality.training.resolved_run import ResolvedRun
 
-# Models to train from scratch, by cost, with the image sizes that they are for and their patches:
-# grids of 8×8 patches, the last of 14×14. In three minutes on two cores convit_nano had 76.6% on
-# photographs of clothes of 28 pixels, 448 to train on, and cvt_nano 71.6%, four times as slow.
+# Models to train from scratch, by cost, with their image and patch sizes: grids of 7×7 or 8×8
+# patches, the last of 14×14. In three minutes on two cores convit_nano reached 76.6% on 448
+# photographs of clothes of 28 pixels, and cvt_nano, four times as slow, 71.6%.
 _MODEL_SIZES: dict[str, tuple[tuple[int, int | None], ...]] = {
     "convit_nano": ((28, 4), (32, 4)),
     "convit_micro": ((32, 4), (64, 8)),
@@ -40,20 +40,20 @@ _MODEL_SIZES: dict[str, tuple[tuple[int, int | None], ...]] = {
 }
 _MODEL_SETTINGS = ("model.name", "model.img_size", "model.patch_size")
 MIN_EPOCHS = 10
-"""A run that sees each image less often learns little."""
-# Of a model that is given, but not chosen; DeiTs have those of their ConViT.
+"""Runs with fewer passes over the images learn little."""
+# Sizes of models that are not chosen, but may be given; a DeiT has those of its ConViT.
 _OTHER_SIZES = {"cvt_nano": ((28, None), (32, None))}
-# A larger model has to see each image so often, and so many images in all. On 450 photographs of
-# clothes convit_micro had 55% after 41,000 images.
+# A larger model needs this many passes, and this many images in all. On 450 photographs of clothes
+# convit_micro reached 55% after 41,000 images.
 _LARGER_EPOCHS, _LARGER_IMAGES = 100, 150_000
-# No model trains for longer than the larger of these.
+# Runs are no longer than the larger of these.
 _MAX_EPOCHS, _MAX_IMAGES = 400, 200_000
 _MAX_EPOCHS_FINETUNED = 50
-# Fine-tuning on fewer images does without mixup and cutmix.
+# Fine-tuning on fewer images uses neither mixup nor cutmix.
 MIXUP_MIN_IMAGES = 5000
 _SAMPLED_IMAGES = 32
 SLACK = 1.2
-"""A refusal names a time that also does where the machine is this much slower."""
+"""Safety factor for the minutes suggested if a run is too short."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,15 @@ class AutoFit:
     """Settings that fit the images, the machine and the time.
 
     Attributes:
-        config: the whole run.
-        images_per_second: training speed on this machine; None where it was not measured.
-        seconds: estimated time on this machine: choosing them, training, evaluations, baselines; 0
-            where that was not measured.
-        passes: how often each image is trained on.
-        reasons: what was chosen and why, a line each.
-        name, changes: recipe and settings, those of the schedule aside.
-        cost: by which the length was chosen; None where that was given.
-        end: when the time is over, by `time.perf_counter`.
+        config: the complete run.
+        images_per_second: training speed on this machine; None if not measured.
+        seconds: estimated time on this machine, including this choice, evaluations and baselines; 0
+            if not measured.
+        passes: passes over the training images.
+        reasons: the choices and their reasons, one per line.
+        name, changes: recipe and settings, except the schedule.
+        cost: the cost from which the length was chosen; None if the length was given.
+        end: the deadline, by `time.perf_counter`.
     """
 
     config: RunConfig
@@ -86,14 +86,14 @@ class AutoFit:
         return "\n".join(self.reasons)
 
     def lengthened(self, steps: int, seconds: float) -> RunConfig:
-        """The run at the length that the time left is enough for; it may be a shorter one.
+        """The run with the length that fits the time left, which may be shorter.
 
-        Warm-up does not depend on the length, so a run whose length changes at its end is the run
-        that had that length from the first step.
+        Warm-up does not depend on the length, so a run whose length changes at the end of warm-up
+        equals a run that had this length from the first step.
 
         Args:
-            steps: made so far, which are those of warm-up.
-            seconds: what they took.
+            steps: steps so far, which are those of warm-up.
+            seconds: their duration.
         """
         if self.cost is None:
             return self.config
@@ -105,20 +105,20 @@ class AutoFit:
 
 
 Measured = tuple[Mapping[str, Any], ResolvedRun, Cost]
-"""Settings of a run by dotted name, those of its schedule aside; the run; its cost here."""
+"""A run's settings by dotted name, except the schedule; the run; its cost on this machine."""
 
 
 def fit(
     name: str, changes: Mapping[str, Any], cost: Cost, seconds: float, begun: int = 0
 ) -> tuple[RunConfig, float]:
-    """The run that takes this time, or of one step where that is too little, and its seconds.
+    """The run that fits the time, with at least one step, and its estimated seconds.
 
     Args:
-        name: its recipe.
-        changes: its settings by dotted name, those of the schedule aside.
-        cost: of it.
-        seconds: the time.
-        begun: steps made before, which were all of warm-up.
+        name: the recipe.
+        changes: settings by dotted name, except the schedule.
+        cost: the run's cost.
+        seconds: the available time.
+        begun: steps already made, which were those of warm-up.
     """
     config, evaluations = adjusted(name, changes), cost.evaluations(seconds)
     batch, most = config.engine.batch_size, _most_images(name, config, cost)
@@ -127,7 +127,7 @@ def fit(
     every = math.ceil(steps / evaluations)
     length = {"schedule.steps": steps, "schedule.warmup": begun or steps // 10}
     length |= {"schedule.eval_every": every}
-    # The best weights are kept; fine-tuning also ends where they do not get better.
+    # Patience keeps the best weights; fine-tuning also stops early.
     length |= {"schedule.patience": 3 * every if name == "finetune" else steps}
     took = cost.seconds((steps - begun) * batch, evaluations)
     return adjusted(name, length | dict(changes)), took
@@ -145,16 +145,17 @@ def measured(name: str, changes: Mapping[str, Any], splits: DataSplits | None = 
     Args:
         name: "photos" or "finetune".
         changes: settings by dotted name.
-        splits: its images, if they are open already.
+        splits: its images, if already open.
 
     Raises:
-        UserError: if the run cannot work as configured.
+        UserError: if the run cannot work as configured, or torchrun or srun started several
+            processes.
     """
     run = ResolvedRun(adjusted(name, changes), splits)
     if run.world_size > 1 and launched_externally():
         raise UserError(
-            "several processes would choose different settings; choose them in one, `locality "
-            "train … --print_config > run.yaml`, and start the others with --config run.yaml"
+            "several processes would choose different settings; first run `locality train … "
+            "--print_config > run.yaml` in one process, then start all with --config run.yaml"
         )
     cost = measure_cost(run)
     if cost.loading > cost.computing / 4:
@@ -164,9 +165,9 @@ def measured(name: str, changes: Mapping[str, Any], splits: DataSplits | None = 
 
 
 def _measured_fastest(name: str, changes: Mapping[str, Any], splits: DataSplits) -> Measured:
-    """As `measured`, with as many threads as are fastest: torch's own, half of them, and so on.
+    """As `measured`, with the fastest number of threads: torch's own, half of it, and so on.
 
-    On processors that are busy with something else, or for a small model, fewer are faster.
+    Fewer are faster for small models, or if the processors are busy.
     """
     found = measured(name, changes, splits)
     count = torch.get_num_threads()
@@ -185,9 +186,9 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
 
     Args:
         name: "photos" or "finetune".
-        given: settings by dotted name that are not changed; `data.root` is one of them.
-        minutes: for everything: the choice itself, training, evaluation, baselines; None where
-            `given` says how long to train.
+        given: settings to keep, by dotted name, including `data.root`.
+        minutes: total time, including this choice, evaluation and baselines; None if `given` sets
+            the length.
 
     Raises:
         UserError: if the data cannot be used, the time is too short to see each image once, or as
@@ -199,7 +200,7 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
     tuned = name == "finetune"
     config = adjusted(name, given)
     splits = open_data(config.data, config.seed)
-    opening = perf_counter() - started  # which the run does again
+    opening = perf_counter() - started  # the run opens the data again
     images, side = len(splits.train), median_shorter_side(splits.train)
     mixed = {"augment.mixup": 0.8, "augment.cutmix": 1.0} if images >= MIXUP_MIN_IMAGES else {}
 
@@ -211,16 +212,16 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
     asked = given.keys() & set(_MODEL_SETTINGS)
     smallest, *larger = [{}] if tuned else _candidate_sizes(side, asked, config.model.name)
     size: Mapping[str, Any] = smallest
-    why = "as the weights are" if tuned else "as given" if asked else "the smallest"
+    why = "that of the weights" if tuned else "as given" if asked else "the smallest"
     needed = max(_LARGER_EPOCHS * images, _LARGER_IMAGES)
     about = (
-        f"images  {images:,} to train on and {len(splits.val):,} to evaluate on, of "
+        f"images  {images:,} for training and {len(splits.val):,} for validation, of "
         f"{len(splits.classes):,} classes, about {side} pixels on the shorter side"
     )
     if minutes is None:  # nothing is measured: the same choice on every machine
         for other in larger:
             if make_plan(adjusted(name, at(other)), images).images >= needed:
-                size, why = other, "the largest that so long a run is enough for"
+                size, why = other, "the largest that can learn in a run of this length"
         config = adjusted(name, at(size))
         run = ResolvedRun(config, splits)
         seen = run.plan.images / images
@@ -230,17 +231,17 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
     changes, run, cost = _measured_fastest(name, at(smallest), splits)
 
     def left() -> float:
-        """Seconds of the time that remain for training and evaluation."""
+        """Seconds left for training and evaluation."""
         beside = opening + cost.baselines
         return 60 * minutes - (perf_counter() - started) - beside
 
     for other in larger:
-        # As fast per multiply-accumulate.
+        # Assume the same speed per multiply-accumulate.
         macs = forward_macs(adjusted(name, at(other)).model, cost.classes)
         slower = replace(cost, macs=macs, computing=cost.computing * macs / cost.macs)
         if slower.passes(left()) * images < needed:
             break
-        size, why = other, f"the largest that has the time to learn in {minutes:g} minutes here"
+        size, why = other, f"the largest that can learn in {minutes:g} minutes on this machine"
     if size != smallest:
         changes, run, cost = _measured_fastest(name, at(size), splits)
     remaining = left()
@@ -265,9 +266,9 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
         f"{by_workers}, {1000 * cost.computing:.3g} ms to compute"
         + (f" with {threads} of {torch.get_num_threads()} threads" if threads else ""),
         f"{_length(plan)}: about {format_duration(seconds + beside)} in all, with this choice, "
-        "evaluations and baselines; chosen again after warm-up, by the speed so far",
-        "keeps   the weights of the best evaluation, and the last; the accuracy of the best of "
-        "many is flattered, other images say more (data.val_part)",
+        "evaluations and baselines; adjusted after warm-up to the speed so far",
+        "keeps   the best and the last weights; the accuracy of the best of many evaluations is "
+        "optimistic, so test on other images (data.val_part)",
         *(f"short   {sentence}" for sentence in short),
         *_advice(name, minutes, longest, config.data.root),
     )
@@ -278,13 +279,11 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
 
 
 def _chosen(run: ResolvedRun, why: str) -> list[str]:
-    """The model and its image size, and which page of it there will not be."""
+    """The model and its image size, and whether `explore --live` supports it."""
     model, (height, width) = run.config.model.name, run.img_size
     lines = [f"model   {model} at {height}×{width}: {why}"]
     if family_of(model) == "cvt":
-        lines.append(
-            "page    explore --live cannot compute a CvT; --model convit_nano is one it can"
-        )
+        lines.append("page    explore --live does not support CvT; give --model convit_nano")
     return lines
 
 
@@ -300,21 +299,22 @@ def _small(config: RunConfig) -> bool:
 
 
 def batch_size(images: int, small: bool) -> int:
-    """The batch for so many training images; `small` are those of at most `SMALL_SIDE` pixels."""
+    """The batch size for this many training images; small ones have up to `SMALL_SIDE` pixels."""
     if images >= 20_000:
         return 128
     return 64 if small or images >= 2000 else 32
 
 
 def _candidate_sizes(side: int, asked: Set[str], model: str) -> list[dict[str, Any]]:
-    """Models for images of this shorter side in pixels, by cost.
+    """Candidate models and sizes by cost.
 
-    Each is at the largest of its sizes that the images have, since its grid of patches is the same.
+    Each model has the largest of its image sizes that the images reach; all its sizes have about
+    the same grid of patches.
 
     Args:
-        side: of the images.
-        asked: which settings of the model are given; they stand.
-        model: its name, if that is among them.
+        side: shorter side of the images in pixels.
+        asked: model settings that are given and stay.
+        model: the model's name, if given.
     """
     models = dict(_MODEL_SIZES)
     if "model.name" in asked:
@@ -333,7 +333,7 @@ def _candidate_sizes(side: int, asked: Set[str], model: str) -> list[dict[str, A
 
 
 def _too_short(run: ResolvedRun, passes: float, minutes: float, enough: int) -> str:
-    """The message for a run that is too short, with the minutes that would do."""
+    """The message for a run that is too short, with the minutes needed."""
     height, width = run.img_size
     often = "less than once" if passes < 1 else f"{passes:.2g} times"
     return (
@@ -344,15 +344,15 @@ def _too_short(run: ResolvedRun, passes: float, minutes: float, enough: int) -> 
 
 
 def _advice(name: str, minutes: float, longest: bool, root: str | None) -> list[str]:
-    more = "longer  no use: more passes over so few images teach nothing; more images would"
+    more = "longer  no use: more passes over so few images do not help; more images would"
     if not longest:
-        more = f"longer  --minutes {6 * minutes:g} sees the images more often"
-        more += ", in a larger model where there is time" if name == "photos" else ""
+        more = f"longer  --minutes {6 * minutes:g} allows more passes over the images"
+        more += ", and perhaps a larger model" if name == "photos" else ""
     if name == "finetune":
         return [more]
     return [
-        "first   few images gain most from weights that were trained on many: locality finetune "
-        f"{root} --from FILE, or a public name, as convit_tiny.fb_in1k and timm/resnet18",
+        "first   pretrained weights help small datasets most: locality finetune "
+        f"{root} --from FILE, or a public name such as convit_tiny.fb_in1k or timm/resnet18",
         more,
     ]
 
@@ -366,5 +366,5 @@ def median_shorter_side(source: ImageSource) -> int:
         except BadImage:
             continue
     if not sides:
-        raise UserError(f"none of the first images can be read, such as {source.describe(0)}")
+        raise UserError(f"none of the sampled images can be read, such as {source.describe(0)}")
     return round(statistics.median(sides))

@@ -1,8 +1,8 @@
 """The settings of a training run, typed and checked.
 
 Runs with equal settings compute the same. `locality.training.recipes` fills them in;
-`locality.settings` writes and reads them as YAML. Whether a folder is free, or holds this very run,
-is answered here too, without importing torch.
+`locality.settings` writes and reads them as YAML. Run folders are checked here too, without
+importing torch.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ Precision = Literal["auto", "fp32", "bf16-mixed", "fp16-mixed"]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The network, and the weights it starts from.
+    """The network and its initial weights.
 
     Attributes:
-        name: one of `locality models`, or "timm/" and the name of one of timm's models.
-        img_size: side of the training images in pixels, or [height, width]; None takes the model's
+        name: one of `locality models`, or "timm/" and the name of a timm model.
+        img_size: side of the training images in pixels, or [height, width]; None is the model's
             own.
-        patch_size: side of a patch in pixels; None takes the model's own.
-        weights: what to start from: a run folder, weights in any format, or the name of public
-            ones; None draws fresh weights from the seed. A classifier for other classes is new.
-        entry: which state dict of `weights`, where a file has several.
-        overrides: other settings of the architecture, such as `locality_strength` or `depth`, which
-            are settings of the model beside these; of timm's models the arguments of its function.
+        patch_size: side of a patch in pixels; None is the model's own.
+        weights: initial weights: a run folder, weights in any format, or the name of public ones;
+            None initialises from the seed. The classifier is new if the classes differ.
+        entry: the state dict of `weights` to load, if a file has several.
+        overrides: other settings of the architecture, such as `locality_strength` or `depth`, set
+            like those above; for timm's models, arguments of the model's function.
     """
 
     OPEN = "overrides"
@@ -74,13 +74,13 @@ class ModelConfig:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The settings of the architecture that are given."""
+        """The architecture settings that are given."""
         sizes = {"img_size": self.img_size, "patch_size": self.patch_size}
         return {name: x for name, x in (sizes | self.overrides).items() if x is not None}
 
 
 def model_settings(name: str) -> dict[str, Setting]:
-    """The settings of the architecture of a model, by dotted name; none of timm's are known."""
+    """A model's architecture settings by dotted name; empty for timm's models."""
     if name.startswith(PREFIX):
         return {}
     own = variant(name).config.settings()
@@ -89,24 +89,24 @@ def model_settings(name: str) -> dict[str, Setting]:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """The optimiser, one of timm's.
+    """The optimiser, from timm.
 
     Attributes:
         name: timm's name, such as "adamw" or "sgd".
         lr: learning rate after warm-up, for a global batch of `lr_batch` images.
-        lr_batch: the rate grows linearly with the global batch beyond this one; None takes `lr`
-            as it is.
-        weight_decay: leaves biases, norms, class token, position embedding and gates alone.
-        decay_positions: let weight decay act on the positional vectors v_pos too, as the code
+        lr_batch: the learning rate is `lr` times global batch / `lr_batch`; None uses `lr` as it
+            is.
+        weight_decay: not applied to biases, norms, class token, position embedding and gates.
+        decay_positions: apply weight decay to the positional vectors v_pos too, as the code
             released with the ConViT paper does. It pulls the locality strength towards 0.
         position_lr_factor: multiplies the learning rate of the positional vectors v_pos and the
             gates λ. Short schedules barely move them; raise this.
-        betas: of optimisers that have them; None takes the optimiser's own.
-        eps: of optimisers that have it; None takes the optimiser's own.
-        momentum: of optimisers that have it.
-        clip_grad: scale gradients down to this global norm; None leaves them.
-        layer_decay: multiplies the learning rate of each layer by this once more the further it
-            lies from the classifier: fine-tuning leaves what early layers have learnt.
+        betas: for optimisers that have them; None is the optimiser's default.
+        eps: for optimisers that have it; None is the optimiser's default.
+        momentum: for optimisers that have it.
+        clip_grad: clip gradients to this global norm; None does not clip.
+        layer_decay: factor on the learning rate per layer, counted from the classifier; below 1,
+            early layers change less in fine-tuning.
     """
 
     name: str = "adamw"
@@ -131,7 +131,7 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Length in epochs or steps, and the learning-rate schedule.
+    """The length, in epochs or steps, and the learning-rate schedule.
 
     Exactly one of `epochs` and `steps` is set; `warmup`, `cooldown`, `eval_every`, `save_every`,
     `snapshot_every` and `patience` count in the same unit. The length includes warm-up and
@@ -142,17 +142,17 @@ class ScheduleConfig:
         steps: updates of the weights.
         constant_images: count epochs of the whole training set when training on a fraction f of
             it, which multiplies passes by 1/f and keeps the number of images seen (ConViT Table 2).
-        warmup: linear warm-up.
-        warmup_lr: where it starts.
-        cooldown: constant `min_lr` at the end.
-        min_lr: where the cosine ends.
-        eval_every: between evaluations; the last step is always evaluated.
-        save_every: between checkpoints; None saves before every evaluation. An interruption and the
-            end save too.
-        snapshot_every: between copies of the weights kept for later analysis; None keeps none.
-        patience: stop when validation top-1 has not risen for so long, and keep the weights of the
-            best evaluation as the run's; the run's length keeps them without ever stopping before
-            its end. None trains to the end and keeps the last weights.
+        warmup: length of the linear warm-up.
+        warmup_lr: learning rate at its start.
+        cooldown: length of the final phase at `min_lr`.
+        min_lr: learning rate at the end of the cosine.
+        eval_every: interval between evaluations; the last step is always evaluated.
+        save_every: interval between checkpoints; None saves before every evaluation. Interruptions
+            and the end of the run save too.
+        snapshot_every: interval between copies of the weights kept for analysis; None keeps none.
+        patience: stop when validation top-1 has not improved for this long, and keep the best
+            weights; set to the run's length, keep the best weights without stopping early. None
+            trains to the end and keeps the last weights.
     """
 
     epochs: checks.Positive | None = None
@@ -171,7 +171,7 @@ class ScheduleConfig:
         if (self.epochs is None) == (self.steps is None):
             given = "neither is" if self.epochs is None else "both are"
             raise UserError(
-                f"a run's length is schedule.epochs or schedule.steps, and {given} set; "
+                f"a run's length is schedule.epochs or schedule.steps, but {given} set; "
                 f"set one and make the other null"
             )
         check(self, "schedule.")
@@ -199,7 +199,7 @@ class ScheduleConfig:
         return "epochs" if self.steps is None else "steps"
 
     def lasting(self, times: float) -> dict[str, float]:
-        """The length, by dotted name, of a run `times` as long."""
+        """The length setting, by dotted name, of a run `times` as long."""
         length = self.length * times
         return {f"schedule.{self.unit}": length if self.steps is None else max(1, round(length))}
 
@@ -210,17 +210,16 @@ class ObjectiveConfig:
 
     Attributes:
         label_smoothing: fraction of the target spread evenly over all classes.
-        class_weights: weigh an image's loss by the mean size of a class over the size of its own,
-            so that rare classes count as much as common ones.
+        class_weights: weight each image's loss by mean class size / size of its class, so that rare
+            classes count as much as common ones.
         teacher: distil from this model: a run folder, weights, a timm name (pretrained weights), or
-            "local-dir:FOLDER" and "hf-hub:REPOSITORY" as timm writes them; None trains on labels
-            alone.
+            timm's "local-dir:FOLDER" or "hf-hub:REPOSITORY"; None trains on labels alone.
         teacher_weights: a local file with the timm teacher's weights, instead of a download.
-        teacher_entry: which state dict of `teacher_weights`, or of `teacher`, where it has several.
-        teacher_share: weight of the teacher's term; the labels' has the rest.
-        distillation: "hard" trains on the teacher's most likely class (ConViT appendix B), "soft"
-            on its probabilities at `temperature`.
-        temperature: of soft distillation.
+        teacher_entry: the state dict of `teacher_weights` or `teacher` to load, if it has several.
+        teacher_share: weight of the distillation loss; the loss on labels has the rest.
+        distillation: "hard" trains on the teacher's predicted class (ConViT appendix B), "soft" on
+            its probabilities at `temperature`.
+        temperature: temperature of soft distillation.
     """
 
     label_smoothing: checks.ShareBelowOne = 0.0
@@ -248,25 +247,25 @@ class EngineConfig:
     Attributes:
         batch_size: images per update, over all devices and accumulation steps.
         accumulate: forward and backward passes per update.
-        precision: "fp32", "bf16-mixed", "auto" for whichever of them is faster here, or, on an
-            NVIDIA GPU, "fp16-mixed", with gradients scaled so that small ones are not lost.
-        ema_decay: keep an exponential moving average of the weights and evaluate that; None: off.
-        ema_warmup: let the decay rise from 0 as 1 − (1 + step)^(−2/3), for short runs.
+        precision: "fp32", "bf16-mixed", "auto" for the faster of the two, or, on an NVIDIA GPU,
+            "fp16-mixed" with gradient scaling.
+        ema_decay: keep and evaluate an exponential moving average of the weights; None is off.
+        ema_warmup: increase the decay from 0 as 1 − (1 + step)^(−2/3), for short runs.
         accelerator: the device to compute on: "auto", "cpu", "cuda" or "mps".
-        devices: processes on this machine, one per device; 0 takes all of the accelerator's
-            (one for the processor). Under torchrun or srun it is theirs.
-        num_nodes: machines.
+        devices: processes on this machine, one per device; 0 uses all devices of the accelerator
+            (one process on a CPU). torchrun and srun override it.
+        num_nodes: number of machines.
         strategy: how several processes are started: "auto" and "ddp" repeat the command line;
             "ddp_spawn" and "ddp_fork" start them from within Python, the latter also in notebooks.
             Each keeps all weights; docs/scale.md says why sharding them (FSDP) would save little.
-        threads: of the arithmetic on a processor; 0 takes torch's own number.
+        threads: CPU threads for computation; 0 is torch's default.
         grad_checkpointing: recompute activations in the backward pass instead of keeping them.
-        channels_last: the memory format that convolutions prefer.
+        channels_last: use the channels-last memory format, which convolutions prefer.
         compile: `torch.compile` the model.
-        deterministic: only use operations that repeat exactly on a GPU (slower). On a processor
-            all are.
-        max_bad_losses: updates that may be skipped because their loss is not finite.
-        tensorboard: write TensorBoard logs beside the CSV, where TensorBoard is installed
+        deterministic: use only deterministic operations on a GPU (slower); those on a CPU always
+            are.
+        max_bad_losses: how many updates may be skipped because the loss is not finite.
+        tensorboard: write TensorBoard logs besides the CSV, if TensorBoard is installed
             (`pip install 'locality[tensorboard]'`).
     """
 
@@ -306,11 +305,11 @@ def read_config(folder: Path) -> RunConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A training run, complete.
+    """A complete training run.
 
     Attributes:
         recipe: name of the recipe the values came from; a label for reports.
-        seed: decides initial weights, order, augmentation, dropout: everything random.
+        seed: seed of everything random: initial weights, order, augmentation, dropout.
     """
 
     recipe: str = setting("", "label")
@@ -327,7 +326,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         check(self)
         if self.input.img_size is not None:
-            raise UserError("input.img_size is the model's; give model.img_size instead")
+            raise UserError("input.img_size cannot be set; give model.img_size instead")
         if len(self.input.mean) != 3:
             raise UserError(
                 f"input.mean has {len(self.input.mean)} values; give one per colour channel, 3"
@@ -337,8 +336,8 @@ class RunConfig:
         for name in ("min_lr", "warmup_lr"):
             if getattr(self.schedule, name) > peak:
                 raise UserError(
-                    f"schedule.{name} ({getattr(self.schedule, name):g}) is above the learning "
-                    f"rate it leads to or from ({peak:g} at a batch of {self.engine.batch_size}); "
+                    f"schedule.{name} ({getattr(self.schedule, name):g}) is above the peak "
+                    f"learning rate ({peak:g} at a batch of {self.engine.batch_size}); "
                     f"lower it or raise optim.lr"
                 )
 
@@ -346,7 +345,7 @@ class RunConfig:
         """Images per process and micro-batch when `world_size` processes share an update.
 
         Raises:
-            UserError: if the batch cannot be divided evenly, or into pairs where these are mixed.
+            UserError: if the batch cannot be divided evenly, or is odd with mixup or cutmix.
         """
         engine, augment = self.engine, self.augment
         parts = engine.accumulate * world_size
@@ -366,10 +365,10 @@ class RunConfig:
 
 
 def check_places(config: RunConfig, folder: Path) -> None:
-    """Refuse weights, images and a run folder that will not do; changes nothing.
+    """Check a run's weights, images and folder, without changing anything.
 
     Raises:
-        FileNotFoundError, UserError: naming what was given.
+        FileNotFoundError, UserError: if one of them cannot be used.
     """
     if config.model.weights is not None and not is_run_folder(folder):
         with wrap_errors("model.weights", FileNotFoundError), prefix_errors("model.weights"):
@@ -379,7 +378,7 @@ def check_places(config: RunConfig, folder: Path) -> None:
 
 
 def check_folder(folder: Path, config: RunConfig) -> None:
-    """Check that a folder can be written to, and is free or belongs to this configuration."""
+    """Check that a folder is writable, and is free or belongs to this configuration."""
     place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not place.is_dir():
         raise UserError(f"{place} is a file; a run needs a folder")
@@ -390,7 +389,7 @@ def check_folder(folder: Path, config: RunConfig) -> None:
         ours = ("lock", "checkpoints")
         if others := [n for n in names if n not in ours and not n.endswith(".tmp")]:
             raise UserError(
-                f"{folder} holds {some(others)} and is no run folder; choose a new or empty one"
+                f"{folder} has {some(others)} and is not a run folder; choose a new or empty one"
             )
     elif changes := describe_changes(changed_settings(read_config(folder), config, same_path)):
         raise UserError(
@@ -401,7 +400,7 @@ def check_folder(folder: Path, config: RunConfig) -> None:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Say of what fails in the block that a run folder cannot be written to."""
+    """Raise an error that names the run folder if writing to it fails in the block."""
     try:
         yield
     except OSError as error:
@@ -416,7 +415,7 @@ def run_folders(folders: Iterable[Path | str]) -> list[Path]:
 
     Raises:
         FileNotFoundError: if a folder does not exist.
-        UserError: if there is no run in one of them.
+        UserError: if a folder contains no run.
     """
     found: dict[Path, Path] = {}
     for folder in map(Path, folders):
@@ -426,7 +425,7 @@ def run_folders(folders: Iterable[Path | str]) -> list[Path]:
         if not inside:
             raise UserError(
                 f"{folder} is neither a run nor a folder of runs: there is no config.yaml in it "
-                f"or in the folders it holds"
+                f"or its subfolders"
             )
         for run in inside:
             found.setdefault(run.resolve(), run)
@@ -440,7 +439,7 @@ def _children(folder: Path) -> Sequence[Path]:
 
 
 def computation_settings(config: RunConfig) -> dict[str, Any]:
-    """The settings that change what a run computes, as plain values."""
+    """The settings that affect the result of a run, as plain values."""
     values = settings.to_dict(config)
     for name in settings.with_role(RunConfig, "how"):
         group, _, setting = name.partition(".")

@@ -1,7 +1,7 @@
 """The cost of a run: images, operations, seconds and bytes.
 
-A dry run, the plan of a run for so many minutes, a comparison and the study all ask here. Speeds
-are measured on this machine, on real batches and on steps with random images.
+Used by dry runs, `autofit`, comparisons and the study. Speeds are measured on this machine, by
+loading real batches and by training steps on random images.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import RunFolder
 
 STEP_FORWARDS = 3
-"""A training step costs a forward pass, and twice as much for the gradients."""
+"""A training step costs one forward pass, and two for the gradients."""
 
-# Images to train on and to evaluate on, and classes, as in `datasets.yaml`.
+# Training images, validation images and classes, as in `datasets.yaml`.
 _IMAGENET_22K = (14_197_122, 70_986, 21_841)
-# Baselines are computed on so many images at most, of so many numbers each, at this speed.
+# Baselines: maximum images, numbers per image, and multiply-accumulates per second.
 _BASELINE_IMAGES, _BASELINE_PIXELS, _BASELINE_MACS = 20_000, 3072, 1e10
 _REGRESSION_STEPS = 200
-# Evaluations of a run on custom images, and the share of its time that they may take.
+# Maximum evaluations of a run on custom images, and their maximum share of its time.
 _MAX_EVALUATIONS, _EVALUATION_SHARE = 10, 0.15
 # Multiply-accumulates of a timed step; a larger step is timed on a part of its batch.
 _TIMING_MACS = 2e10
@@ -50,14 +50,14 @@ class Cost:
     """The cost of training a model on a dataset; times are seconds per image.
 
     Attributes:
-        train, val, classes: images to train and to evaluate on, and their classes.
+        train, val, classes: numbers of training images, validation images and classes.
         macs: multiply-accumulates of one image's forward pass.
-        loading: to read, decode and augment an image in one process; only to augment it if what was
-            decoded and resized is kept.
-        computing: to train on it in a run, over all devices.
+        loading: to read, decode and augment an image in one process; only to augment it if decoded
+            images are cached.
+        computing: to train on an image, over all devices.
         workers: loading processes of the run.
-        on_processor: whether the model computes on the CPU, whose cores loading shares.
-        decoding: what the first time takes beyond `loading`, in every process.
+        on_processor: whether the model runs on the CPU, whose cores loading shares.
+        decoding: extra time of loading an image for the first time, in every process.
     """
 
     train: int
@@ -72,22 +72,22 @@ class Cost:
 
     @property
     def training(self) -> float:
-        """To load an image and train on it."""
+        """Seconds to load an image and train on it."""
         return self._together(self.computing)
 
     @property
     def evaluating(self) -> float:
-        """To load and evaluate it: a forward pass costs a third of a step."""
+        """Seconds to load and evaluate an image: a forward pass costs a third of a step."""
         return self._together(self.computing / STEP_FORWARDS)
 
     @property
     def first_extra(self) -> float:
-        """Added to a run's time by the first decoding of an image."""
+        """Seconds added to a run by the first decoding of an image."""
         return self.decoding * (max(1, self.workers) * self._share if self.on_processor else 1)
 
     @property
     def cores(self) -> int:
-        """Cores that read images as fast as the model trains on them."""
+        """Cores needed to read images as fast as the model trains on them."""
         return math.ceil(self.loading / self.computing)
 
     @property
@@ -104,36 +104,36 @@ class Cost:
         return f"{reading:.4g} images/s read by {who}, {model:.4g} trained on: {slower}"
 
     def operations(self, images: float) -> float:
-        """To train on `images`, two per multiply-accumulate."""
+        """Operations of training on `images`, two per multiply-accumulate."""
         return 2 * STEP_FORWARDS * self.macs * images
 
     def seconds(self, images: float, evaluations: float) -> float:
-        """To train on `images` and to evaluate so often."""
+        """Seconds to train on `images`, with this many evaluations."""
         training = images * self.training + self.train * self.first_extra
         return training + self._evaluation_seconds(evaluations)
 
     def images(self, seconds: float, evaluations: float) -> float:
-        """Images that can be trained on in `seconds`, besides the evaluations."""
+        """Images that can be trained on in `seconds`, with this many evaluations."""
         left = seconds - self._evaluation_seconds(evaluations) - self.train * self.first_extra
         return max(0.0, left / self.training)
 
     def evaluations(self, seconds: float) -> int:
-        """Evaluations of a run on custom images that lasts `seconds`."""
+        """Number of evaluations of a run on custom images that lasts `seconds`."""
         affordable = _EVALUATION_SHARE * seconds / (self.val * self.evaluating)
         return int(min(max(affordable, 1), _MAX_EVALUATIONS))
 
     def passes(self, seconds: float) -> float:
-        """Passes over the images in `seconds`, besides `evaluations`."""
+        """Passes over the images in `seconds`, including `evaluations`."""
         return self.images(seconds, self.evaluations(seconds)) / self.train
 
     def enough(self, passes: float) -> float:
-        """Seconds needed for so many `passes`."""
-        # With more time there may be more evaluations, in this share of it at most.
+        """Seconds needed for this many `passes`."""
+        # More time may allow more evaluations, up to this share of it.
         return self.seconds(passes * self.train, 1) / (1 - _EVALUATION_SHARE)
 
     @property
     def baselines(self) -> float:
-        """Seconds of the baselines on pixels, about."""
+        """Approximate seconds of the baselines on pixels."""
         train, val = (min(images, _BASELINE_IMAGES) for images in (self.train, self.val))
         macs = train * _BASELINE_PIXELS * (val + 3 * _REGRESSION_STEPS * self.classes)
         return (train + val) * (self.loading + self.decoding) + macs / _BASELINE_MACS
@@ -159,11 +159,11 @@ class Cost:
 
 
 def measure_cost(run: ResolvedRun, images_per_second: float | None = None) -> Cost:
-    """Measure what a run costs on this machine, which takes a few seconds.
+    """Measure the cost of a run on this machine, in a few seconds.
 
     Args:
         run: the run.
-        images_per_second: training speed over all processes; measured too unless given.
+        images_per_second: training speed over all processes; measured unless given.
     """
     config = run.config
     if images_per_second is None:
@@ -201,7 +201,7 @@ def _seconds_per_image(loader: BatchLoader) -> float:
 
 
 def timing_batch_size(batch_size: int, macs: float) -> int:
-    """Images of a timed step, given the multiply-accumulates of each."""
+    """Images of a timed step, given the multiply-accumulates per image."""
     return int(min(batch_size, max(1, _TIMING_MACS // macs)))
 
 
@@ -211,14 +211,14 @@ def time_steps(
     """Seconds of training steps on random images, after a warm-up step.
 
     Args:
-        config: its model, optimiser and device count.
+        config: only its model, optimiser and accelerator matter.
         classes: number of classes.
-        images: batch size.
-        precision: resolved.
-        seconds: how long to go on, for one step at least; for three steps unless given.
+        images: images per timed step.
+        precision: a resolved precision.
+        seconds: minimum total time, with at least one step; three steps if 0.
     """
     device = torch.device(resolve_accelerator(config.engine.accelerator))
-    # All weights cost the same, and the model's own initialisation may take longer than a step.
+    # The values do not affect speed, and the model's own initialisation may be slower than a step.
     network = meta_model(config, classes).to_empty(device=device).train()
     for tensor in (*network.parameters(), *network.buffers()):
         if tensor.ndim > 1:
@@ -241,14 +241,14 @@ def time_steps(
     return durations[1:]
 
 
-# By the name of a network and CPU threads.
+# By model name and CPU threads.
 _SPEEDS: dict[tuple[str, int], float] = {}
 
 
 def training_speed(config: RunConfig, classes: int, threads: int) -> float:
     """Multiply-accumulates per second of training, from a few steps on random images.
 
-    Networks of one name are assumed to be as fast per multiply-accumulate.
+    Models of the same name are assumed to be equally fast per multiply-accumulate.
     """
     named = config.model.name, threads
     if named not in _SPEEDS:
@@ -264,7 +264,7 @@ def training_speed(config: RunConfig, classes: int, threads: int) -> float:
 def image_counts(config: RunConfig) -> tuple[int, int, int]:
     """The number of training images, validation images and classes of a run.
 
-    A dataset of known size is not opened.
+    Datasets of known size are not opened.
 
     Raises:
         UserError: if the dataset has no known size and cannot be opened.
@@ -332,10 +332,10 @@ class DryRun:
 
     Attributes:
         run: its data, plan, parameters, MACs and memory.
-        cost: of reading images and of training.
-        images_per_second: training speed over all processes, if it was not measured here; it
-            includes waiting for images.
-        file_bytes: of all images.
+        cost: the cost of loading and training.
+        images_per_second: training speed over all processes, including loading; None if measured
+            here.
+        file_bytes: size of all image files.
     """
 
     run: ResolvedRun
@@ -356,17 +356,17 @@ class DryRun:
 
     @property
     def hours(self) -> float:
-        """Training and evaluating."""
+        """Hours of training and evaluation."""
         return self._total.seconds(self.run.plan.images, self.run.plan.evaluations) / 3600
 
     @property
     def step_seconds(self) -> float:
-        """Time of an update."""
+        """Seconds of an update."""
         return self.run.plan.batch_size / self.rate
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of gradients that each process sends in an update: a ring's all-reduce."""
+        """Bytes of gradients that each process sends per update, in a ring all-reduce."""
         others = self.run.world_size - 1
         return 2 * others * self.run.state["gradients"] // self.run.world_size
 
@@ -404,7 +404,7 @@ def dry_run(
         images_per_second: training speed over all processes; measured here unless given.
 
     Raises:
-        UserError: whatever `train` would refuse.
+        UserError: if `train` would refuse the run.
     """
     if images_per_second is not None:
         checks.typed("images_per_second", images_per_second, checks.Positive)

@@ -20,12 +20,12 @@ _START_METHODS = {"ddp_spawn": "spawn", "ddp_fork": "fork"}
 # On a CPU bfloat16 pays off for wide models on many tokens. Training steps on a Zen 5 core, fp32
 # time over bf16 time: 1.3 to 1.5 for DeiT-Ti, ConViT-Ti and -S and 1.1 to 1.2 for CvT-13 at 224
 # pixels, all above 10⁹ multiply-accumulates per image; 0.4 to 1.0 for the models of small images,
-# all below, in whatever batch.
+# all below, at any batch size.
 _BF16_MIN_MACS = 1e9
 
-# A run prints itself what Fabric would announce on every start.
+# Silences Fabric's announcement on every start; runs print this information themselves.
 logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
-# torch would announce that it ends the other processes when one has ended.
+# Silences torch's message that it ends the other processes when one has ended.
 logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
 
 
@@ -64,15 +64,15 @@ def process_layout(engine: EngineConfig, device_type: str) -> tuple[int, int]:
         return tasks // nodes, nodes
     count = torch.cuda.device_count() if device_type == "cuda" else 1
     if device_type == "cuda" and engine.devices > count:
-        raise UserError(f"engine.devices is {engine.devices} and there are {count} GPUs")
+        raise UserError(f"engine.devices is {engine.devices}, but there are {count} GPUs")
     return engine.devices or count, engine.num_nodes
 
 
 def choose_precision(wanted: str, device_type: str, macs_per_image: float) -> str:
     """Resolve "auto" to "fp32" or "bf16-mixed"; refuse "fp16-mixed" without an NVIDIA GPU.
 
-    bfloat16 where the hardware supports it natively: GPUs from Ampere on, and CPUs with
-    AVX512-BF16 or AMX for models that are large enough to gain.
+    "auto" is bfloat16 if the hardware supports it natively: GPUs from Ampere on, and CPUs with
+    AVX512-BF16 or AMX for models large enough to gain.
 
     Args:
         wanted: the setting.
@@ -84,7 +84,7 @@ def choose_precision(wanted: str, device_type: str, macs_per_image: float) -> st
     """
     if wanted == "fp16-mixed" and device_type != "cuda":
         raise UserError(
-            f"precision is fp16-mixed, which needs an NVIDIA GPU, and this is for {device_type}; "
+            f"precision is fp16-mixed, which needs an NVIDIA GPU, but the device is {device_type}; "
             f"give auto, fp32 or bf16-mixed"
         )
     if wanted != "auto":
@@ -119,8 +119,8 @@ def create_fabric(engine: EngineConfig) -> Fabric:
             gradient_as_bucket_view=True,
         )
     if device_type == "cpu" and not torch.cuda.is_available():
-        # torch's optimisers look for GPUs in every step, which costs 2% of a small model's step
-        # unless this says that there are none.
+        # Otherwise torch's optimisers look for GPUs in every step, which takes 2% of a small
+        # model's step.
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     if engine.deterministic:
         # cuBLAS needs it to be deterministic; it is read when CUDA starts.

@@ -43,39 +43,39 @@ def train(
     quiet: bool = False,
     replan: Replan | None = None,
 ) -> dict[str, Any]:
-    """Train as `config` says, in `folder`; resume what is there, or return what was finished.
+    """Train in `folder`; resume an unfinished run, or return the result of a finished one.
 
     Everything that can be checked is checked before the first step.
 
     Args:
-        config: the whole run.
-        folder: its folder; see `locality.training.run_folder` for what is in it.
+        config: the complete run.
+        folder: the run folder; `locality.training.run_folder` lists its files.
         quiet: print nothing.
-        replan: gives the run another length at the end of warm-up (`Loop`).
+        replan: changes the run's length at the end of warm-up (`Loop`).
 
     Returns:
         the content of result.json.
 
     Raises:
-        UserError: if the run cannot work as configured, or the folder is another run's.
+        UserError: if the run cannot work as configured, or the folder belongs to another run.
         Interrupted: if a signal stopped it; the checkpoint is written and the same call resumes.
-        ProcessKilled: if another process of the run was killed, as for want of memory; the same
-            call resumes.
-        NonFiniteLoss: if the loss is not finite and no update may be skipped for it.
-        DamagedCheckpoint: if there are checkpoints and none is whole.
+        ProcessKilled: if another process of the run was killed, such as for lack of memory; the
+            same call resumes.
+        NonFiniteLoss: if the loss is not finite and no more updates may be skipped.
+        DamagedCheckpoint: if all checkpoints are damaged.
         CheckpointNotSaved: if the disk is full.
     """
     return launch(Training(config, RunFolder(folder), quiet, replan))
 
 
 class Training:
-    """The training of each process; a subclass may train on other images or by another loss.
+    """The training of each process; subclasses may use other images or another loss.
 
     Args:
-        config: the whole run.
+        config: the complete run.
         folder: its folder.
         quiet: print nothing.
-        replan: as `train`.
+        replan: as for `train`.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class Training:
         self.config, self.folder, self.quiet, self.replan = config, folder, quiet, replan
 
     def resolve(self) -> ResolvedRun:
-        """The run with its images."""
+        """The run with its data."""
         return ResolvedRun(self.config, classes=self.folder.recorded_classes())
 
     def components(self, fabric: Fabric, run: ResolvedRun, model: ImageClassifier) -> Components:
-        """Its model, optimiser and objective."""
+        """The model, optimiser and objective of the run."""
         return Components(fabric, run, model)
 
 
@@ -112,7 +112,7 @@ def launch(training: Training) -> dict[str, Any]:
             f"rank {error.error_index} of the run", -error.exit_code, resumes=True
         ) from error
     except RuntimeError as error:
-        # While the processes connect, before the run.
+        # The processes were still connecting, before the run.
         if not (lost := peers.explain(error)):
             raise
         outcome = lost
@@ -202,13 +202,13 @@ def _open_on_rank0(training: Training) -> tuple[Any, _Opened | None]:
     """Check everything and lock the folder.
 
     Returns:
-        for every rank the result of a finished run, or the name of the checkpoint to resume ("" for
-        none), the fingerprint of the images and notes; for rank 0 the run, the checkpoint and, of a
-        run that starts from weights, what `initialize_model` gave.
+        for every rank, the result of a finished run, or the name of the checkpoint to resume (""
+        for none), the fingerprint of the images and notes; for rank 0, the run, the checkpoint and,
+        if the run starts from weights, the result of `initialize_model`.
 
     Raises:
-        UserError: if the run cannot work as configured, or cannot go on with its images.
-        DamagedCheckpoint: if there are checkpoints and none is whole.
+        UserError: if the run cannot work as configured, or cannot continue with its images.
+        DamagedCheckpoint: if all checkpoints are damaged.
     """
     config, folder = training.config, training.folder
     check_places(config, folder.path)
@@ -222,9 +222,9 @@ def _open_on_rank0(training: Training) -> tuple[Any, _Opened | None]:
         return result, None
     folder.check_space(run.checkpoint_bytes, best=run.plan.patience is not None)
     checkpoint, name, passed_over = folder.checkpoints.load()
-    notes = [f"{reason}; going on from the one before it" for reason in passed_over]
+    notes = [f"{reason}; continuing from the one before it" for reason in passed_over]
     if checkpoint is None and folder.metrics_file.exists():
-        notes.append(f"{folder.path} has measurements and no checkpoint: starting again")
+        notes.append(f"{folder.path} has metrics but no checkpoint: starting again")
     if checkpoint is not None:
         folder.check_checkpoint_config(config, checkpoint["config"])
         notes += _check_images(folder, run, checkpoint, record)
@@ -241,46 +241,46 @@ def _open_on_rank0(training: Training) -> tuple[Any, _Opened | None]:
 def _check_finished(
     folder: RunFolder, config: RunConfig, result: dict[str, Any], record: ImageFingerprint
 ) -> None:
-    """Check that a finished run is asked for on the images that it had."""
+    """Check that a finished run is requested with its own images."""
     found = _differences(folder, record, result.get("images"))
     if found and config.data.on_changed_images == "error":
         raise UserError(
             f"run folder {folder.path} has finished on other images ({found}); train on these in "
-            f"a new folder (--output), or restore the others"
+            f"a new folder (--output), or restore its images"
         )
 
 
 def _check_images(
     folder: RunFolder, run: ResolvedRun, checkpoint: dict[str, Any], record: ImageFingerprint
 ) -> list[str]:
-    """Compare the images of a checkpoint with today's; notes on what differs.
+    """Compare the images of a checkpoint with the current ones; returns notes on differences.
 
     Raises:
-        UserError: if they differ, and the run may not or cannot go on with others.
+        UserError: if they differ, and the run may not or cannot continue with others.
     """
     if not (found := _differences(folder, record, checkpoint["data"])):
         return []
     changed = f"the images of run folder {folder.path} have changed since its checkpoint ({found})"
     if run.config.data.on_changed_images == "error":
         raise UserError(
-            f"{changed}; restore them, start in a new folder, or go on with them: "
+            f"{changed}; restore them, start in a new folder, or continue with them: "
             f"data.on_changed_images resume"
         )
     if folder.classes() != run.splits.classes or checkpoint["step"] > run.plan.steps:
         raise UserError(
-            f"{changed}, and with them the classes or the number of steps, so that it cannot go "
-            f"on; restore them or start in a new folder"
+            f"{changed}, and so have the classes or the number of steps, so the run cannot "
+            f"continue; restore them or start in a new folder"
         )
     return [changed]
 
 
 def _differences(folder: RunFolder, record: ImageFingerprint, before: str | None) -> str:
-    """The difference between the images of a run and those it has recorded, in words; or "".
+    """The difference between a run's recorded and current images, in words; "" for none.
 
     Args:
-        folder: with a table of the images.
-        record: of today's.
-        before: their fingerprint then; None from an earlier version, where the table decides.
+        folder: the run folder, with a table of the recorded images.
+        record: the fingerprint of the current images.
+        before: the recorded fingerprint; None in earlier versions, where the table decides.
     """
     if before == record.fingerprint:
         return ""

@@ -1,6 +1,6 @@
-"""Evaluation: top-1, top-5 and loss, each image counted once over all processes, and predictions.
+"""Evaluation: top-1, top-5 and loss over all processes, and predictions.
 
-`Predictions` is predictions.csv: the class of every validation image, confusion, calibration.
+`Predictions` holds predictions.csv and computes confusion and calibration.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def evaluate_run(
     """Top-1, top-5 and loss of a run's model.
 
     Args:
-        folder: the run's.
+        folder: the run folder.
         data: other data with the same classes, such as ImageNet-V2; None is the run's own.
-        options: of `evaluate_opened`.
+        options: keywords of `evaluate_opened`.
 
     Raises:
-        UserError: if the folder is no run, or the data has other classes.
+        UserError: if the folder is not a run folder, or the data has other classes.
     """
     config = read_config(Path(folder))
     opened = open_model(folder)
@@ -82,19 +82,19 @@ def evaluate_opened(
     """Top-1, top-5 and loss of an opened model on a dataset, with the model's preprocessing.
 
     Args:
-        opened: what `locality.checkpoints.open_model` gives.
-        data: of classes that the model has.
-        seed: of the data's own random splits.
+        opened: a model from `locality.checkpoints.open_model`.
+        data: a dataset whose classes the model has.
+        seed: seed of the dataset's random splits.
         img_size: side of the images, or (height, width); None is the model's own.
-        batch_size: images at once.
+        batch_size: images per batch.
         precision: as `engine.precision` of a run.
         accelerator: "auto", "cpu", "cuda" or "mps".
-        splits: the data, if `open_for` has opened them already.
+        splits: the data, if already opened by `open_for`.
         on_batch: as for `evaluate`.
 
     Raises:
-        UserError: if it is an exported graph, the data has other classes, there is no such
-            precision or accelerator, an image is damaged, or logits are not finite.
+        UserError: if the model is an exported graph, the data has other classes, the precision or
+            accelerator is unknown, an image is damaged, or logits are not finite.
     """
     checks.one_of("precision", precision, get_args(Precision))
     checks.integer("batch_size", batch_size, 1)
@@ -136,19 +136,19 @@ def open_for(
     recorded: bool = False,
     splits: DataSplits | None = None,
 ) -> DataSplits:
-    """The images that a model is evaluated on, whose classes are numbered as its outputs are.
+    """Open the images to evaluate a model on, with classes numbered like its outputs.
 
-    Classes are joined by name. Without names on one side numbers are taken as those of outputs, or
-    the classes by their order, which the log says.
+    Classes are matched by name. If one side has no names, class names that are numbers are taken as
+    output indices, and other classes are matched by order; both log a warning.
 
     Args:
         opened: the model.
-        data, seed, whole: as `open_data` takes them.
-        recorded: they are those of the model's own run, divided in the order it has recorded.
-        splits: these images, if they are open already.
+        data, seed, whole: as for `open_data`.
+        recorded: the data are those of the model's own run, split in its recorded class order.
+        splits: these images, if already open.
 
     Raises:
-        UserError: if there are images of classes that the model does not have.
+        UserError: if images have classes that the model does not have.
     """
     count, names = opened.module().num_classes, joinable(opened.classes)
     if splits is None:
@@ -156,13 +156,13 @@ def open_for(
     held = {splits.classes[label] for label in np.unique(splits.val.labels)}
     numbers = [str(number) for number in range(count)]
     if names is None and set(splits.classes) == set(numbers):
-        _log.warning(f"{opened.name} has no class names: those of the data number its outputs")
+        _log.warning(f"{opened.name} has no class names: the data's are taken as output numbers")
         return _renumbered(splits, numbers)
     if names is None or (splits.val.numbered and not held <= set(names)):
         who = f"{opened.name} has" if names is None else "the data have"
         if len(splits.classes) != count:
             raise UserError(
-                f"{opened.name} tells {count} classes apart and dataset '{data.dataset}' has "
+                f"{opened.name} has {count} classes and dataset '{data.dataset}' has "
                 f"{len(splits.classes)}; {who} no class names, so give images of as many classes"
             )
         _log.warning(
@@ -174,7 +174,7 @@ def open_for(
         difference = class_difference({opened.name: names, "the data": held})
         raise UserError(
             f"{opened.name} was not trained on all classes of dataset '{data.dataset}': "
-            f"{difference}; give images of its classes, in folders or with labels of their names"
+            f"{difference}; give images of its classes, with their names as folders or labels"
         )
     if missing := [name for name in names if name not in held]:
         _log.warning(
@@ -202,19 +202,19 @@ def evaluate(
     memory_format: torch.memory_format = torch.preserve_format,
     on_batch: Callable[[Batch, Tensor], None] | None = None,
 ) -> dict[str, Any]:
-    """Top-1 and top-5 accuracy in per cent, mean cross entropy, and the number of images.
+    """Top-1 and top-5 accuracy in percent, mean cross entropy, and the number of images.
 
-    With several processes each evaluates its part and every one gets the totals.
+    Each of several processes evaluates its part, and all get the totals.
 
     Args:
-        model: images → logits; put into evaluation mode and back.
+        model: images → logits; its training mode is restored.
         loader: this process's batches.
         device: where the model is.
         label_sets: all correct labels of every image (ReaL labels). The loss is that of the first.
         all_reduce: sums a tensor over all processes.
-        num_batches: of the process that has most, so that all processes synchronise equally often.
+        num_batches: the largest number in any process, so that all synchronise equally often.
         before_batch: called before every batch on all processes; may raise to stop.
-        memory_format: of the images.
+        memory_format: memory format of the images.
         on_batch: called with every batch of this process and its logits.
     """
     was_training = model.training
@@ -278,8 +278,8 @@ class PredictionCollector:
     """Collects the predicted class of every image, as `on_batch` of `evaluate`.
 
     Attributes:
-        table: (n, 2), by the image's index: its predicted class, counted from 1, and that class's
-            probability; zeros for a missing image, so that the tables of processes can be summed.
+        table: (n, 2), by image index: the predicted class, counted from 1, and its probability;
+            zeros for missing images, so that tables of several processes can be summed.
     """
 
     def __init__(self, images: int, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008
@@ -293,7 +293,7 @@ class PredictionCollector:
     def predictions(self, source: ImageSource, classes: Sequence[str]) -> Predictions:
         """The predictions of a source's images.
 
-        An image with several correct labels gets the predicted one if that is among them.
+        An image with several correct labels is labelled with the prediction if that is one.
         """
         table = self.table.cpu().numpy()
         seen = np.flatnonzero(table[:, 0])
@@ -322,8 +322,8 @@ class Predictions:
 
     Attributes:
         classes: names of all k classes.
-        indices: of the images, (n,).
-        paths: of the images.
+        indices: image indices, (n,).
+        paths: image paths.
         labels, predicted: class numbers, (n,).
         confidence: the probability of the predicted class, (n,).
     """
@@ -340,12 +340,12 @@ class Predictions:
         """Read what `PredictionCollector` wrote.
 
         Raises:
-            UserError: if the file is something else, or of other classes.
+            UserError: if the file is not a table of predictions for these classes.
         """
         number = {name: index for index, name in enumerate(classes)}
         sentence = (
-            f"{path} is not a table of predictions for the classes of its run; delete it, and "
-            f"`locality report --record` writes it anew"
+            f"{path} is not a table of predictions for the classes of its run; delete it and "
+            f"write it again with `locality report --record`"
         )
         cells: dict[str, Any] = {"index": int, "path": str, "confidence": float}
         cells |= {"label": number.__getitem__, "prediction": number.__getitem__}
@@ -370,7 +370,7 @@ class Predictions:
 
     @cached_property
     def pairs(self) -> Counter[tuple[int, int]]:
-        """How many images have a label and a predicted class, by both."""
+        """Number of images by (label, predicted class)."""
         return Counter(zip(self.labels.tolist(), self.predicted.tolist(), strict=True))
 
     def confusion(self, chosen: Sequence[int]) -> Numbers:
@@ -378,9 +378,9 @@ class Predictions:
         return np.array([[self.pairs[label, other] for other in chosen] for label in chosen])
 
     def per_class(self) -> list[dict[str, Any]]:
-        """For each class, in the classes' order: how many `images` it has, how many of them are
-        `right`, how many images are `called` so, and what it is most often taken for: `confused`,
-        so many `times`."""
+        """Per class, in order: the number of its `images`, of those predicted `right`, and of all
+        images `called` this class; the class it is most often `confused` with, and how many
+        `times`."""
         empty = {"images": 0, "right": 0, "called": 0, "times": 0}
         rows: list[dict[str, Any]] = [dict(empty) for _ in self.classes]
         for (label, predicted), times in sorted(self.pairs.items()):
@@ -394,20 +394,20 @@ class Predictions:
 
     @property
     def macro(self) -> float:
-        """The accuracy in percent of a class, on average over those that have images."""
+        """Mean per-class accuracy in percent, over classes that have images."""
         images = np.bincount(self.labels)
         right = np.bincount(self.labels[self.right], minlength=len(images))
         return float(100 * np.mean(right[images > 0] / images[images > 0]))
 
     @property
     def never(self) -> list[str]:
-        """Classes that have images, and that no image is predicted as."""
+        """Classes with images that are never predicted."""
         return [self.classes[n] for n in np.setdiff1d(self.labels, self.predicted)]
 
     def calibration(self) -> tuple[npt.NDArray[np.float64], float]:
-        """Whether confidence is accuracy: of images in each of 15 equal ranges of confidence that
-        has any, (m, 3): mean confidence, accuracy, share of the images; and the expected
-        calibration error Σ share · |accuracy − confidence| (Guo et al., 2017), as a fraction."""
+        """Calibration in 15 equal ranges of confidence: (m, 3), per range with images: mean
+        confidence, accuracy, share of the images; and the expected calibration error
+        Σ share · |accuracy − confidence| (Guo et al., 2017), as a fraction."""
         ranges = np.minimum((self.confidence * _BINS).astype(int), _BINS - 1)
         bins = [
             (self.confidence[chosen].mean(), self.right[chosen].mean(), chosen.mean())

@@ -1,8 +1,7 @@
-"""The training loop: steps, evaluations and checkpoints, in which order.
+"""The training loop: steps, evaluations and checkpoints.
 
-Everything random in step s is a function of (seed, s). A run's state is therefore its weights, its
-optimiser's moments and a few counters (`TrainState`), and a resumed run repeats an uninterrupted
-one.
+All randomness in step s is a function of (seed, s). The state of a run is therefore its weights,
+optimiser moments and a few counters (`TrainState`), and a resumed run repeats an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from locality.training.resolved_run import ResolvedRun
 from locality.training.state import Components, TrainState
 
 Replan = Callable[[int, float], RunConfig]
-"""From the steps made, and the seconds they took, to the run with another length."""
+"""(steps so far, their seconds) → the run with another length."""
 
 
 def seed_pass(seed: int, rank: int, step: int, micro: int, device: torch.device) -> None:
@@ -39,10 +38,10 @@ def seed_pass(seed: int, rank: int, step: int, micro: int, device: torch.device)
     micro-batch, rank) before every pass makes a resumed run draw what an uninterrupted one would.
 
     Args:
-        seed: the run's.
-        rank: of this process.
-        step, micro: which pass.
-        device: whose generator to seed beside the processor's.
+        seed: the run's seed.
+        rank: the rank of this process.
+        step, micro: the pass.
+        device: the device whose generator is seeded besides the CPU's.
     """
     key = int(hash_seed(seed, Stream.STEP, rank, step, micro)[0])
     seed_generators(key)
@@ -61,10 +60,10 @@ class Loop:
         parts: model, optimiser and so on, on their device.
         recorder: writes logs and checkpoints on rank 0.
         signals: the signals this process has received.
-        state: the counters, of a new run or as its checkpoint has them.
-        fingerprint: of the images, saved in checkpoints.
-        replan: asked for the run's length at the end of warm-up, where one process trains and
-            nothing is saved or evaluated yet: what was done so far does not depend on it.
+        state: the counters, new or from a checkpoint.
+        fingerprint: fingerprint of the images, saved in checkpoints.
+        replan: gives the run's length at the end of warm-up, if one process trains and nothing is
+            saved or evaluated yet: the steps so far do not depend on the length.
     """
 
     def __init__(
@@ -113,11 +112,11 @@ class Loop:
         """Train to the end.
 
         Returns:
-            the evaluation of the weights that are kept: the last, or the best.
+            the evaluation of the kept weights: the last, or the best.
 
         Raises:
-            Interrupted: if a signal came; the checkpoint is written.
-            NonFiniteLoss: if a loss is not finite and none may be skipped any more.
+            Interrupted: if a signal arrived; the checkpoint is written.
+            NonFiniteLoss: if a loss is not finite and no more updates may be skipped.
             CheckpointNotSaved: if the disk is full.
         """
         state = self.state
@@ -166,7 +165,7 @@ class Loop:
         return begun and untouched and self.replan is not None and self.collectives.is_single
 
     def _replan(self) -> None:
-        """Go on with the length that `replan` gives, as if the run had always had it."""
+        """Continue with the length from `replan`, as if the run had always had it."""
         assert self.replan is not None
         config = self.replan(self.state.step, self.recorder.seconds)
         run = ResolvedRun(config, self.splits)
@@ -201,7 +200,7 @@ class Loop:
                 loss = parts.objective.loss(outputs, targets, images)
                 total = parts.objective.batch_metrics(loss, outputs, targets) + total
                 if last:
-                    # Before the backward pass, which may then overlap with it.
+                    # Before the backward pass, to overlap with it.
                     read_metrics = self.collectives.all_reduce_metrics(total)
                 self.fabric.backward(parts.scaler.scale(loss / engine.accumulate))
         if state.step == 0:
@@ -240,16 +239,15 @@ class Loop:
         if names:
             self.recorder.log(
                 f"step 1: no gradient reaches {len(names)} of the model's trained parameters: "
-                f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}. Unless something behind "
-                f"them starts at zero they will never learn; check the model's settings"
+                f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}. Unless a later layer "
+                f"starts at zero, they will never learn; check the model's settings"
             )
 
     def _clip(self) -> bool:
-        """Clip the gradients, if the run does; False if their norm shows that they are not finite.
+        """Clip the gradients if enabled; False if their norm is not finite.
 
-        Without clipping no norm is computed. Gradients that are not finite then reach the weights:
-        the next loss is not finite either, and such weights are never saved
-        (`CheckpointFolder.save`).
+        Without clipping no norm is computed. Non-finite gradients then reach the weights: the next
+        loss is not finite either, and these weights are never saved (`CheckpointFolder.save`).
         """
         clip = self.config.optim.clip_grad
         if clip is None:
@@ -380,7 +378,7 @@ class Loop:
     def train_batches(self) -> Iterator[Batch]:
         """The batches of this process, from the next step on."""
         config = self.config
-        # Loading processes are forked, and a fork should find no thread at work.
+        # Loading processes are forked, when no thread should be running.
         self.recorder.wait_until_saved()
         loader = train_loader(
             self.splits.train,
@@ -400,5 +398,5 @@ class Loop:
 
 
 def _selection_key(row: dict[str, Any]) -> tuple[float, float]:
-    """The key that the best evaluation has the largest value of: top-1, then the loss."""
+    """The sort key of evaluations, largest for the best: top-1, then the loss."""
     return row["top1"], -row["val_loss"]

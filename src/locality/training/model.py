@@ -23,7 +23,7 @@ def settings_from_weights(weights: str, entry: str | None = None) -> dict[str, A
     """The settings of a run that starts from weights: architecture and preprocessing.
 
     Args:
-        weights, entry: as `checkpoints.read` takes them.
+        weights, entry: as for `checkpoints.read`.
 
     Raises:
         UserError, FileNotFoundError: as `read`.
@@ -46,7 +46,7 @@ def settings_from_weights(weights: str, entry: str | None = None) -> dict[str, A
 
 
 def build_model(config: RunConfig, num_classes: int) -> ImageClassifier:
-    """The model of a run, randomly initialised from its seed, the same on every rank.
+    """The model of a run, initialised from its seed, the same on every rank.
 
     Raises:
         UserError: if the model cannot be built.
@@ -77,18 +77,18 @@ def initialize_model(
     and the classifier stays randomly initialised.
 
     Args:
-        config: of the run.
-        classes: the names of its classes.
+        config: the run's configuration.
+        classes: its class names.
 
     Raises:
-        UserError: if the model cannot be built, or `model.weights` cannot be read or are another
-            architecture's.
+        UserError: if the model cannot be built, or `model.weights` cannot be read or belong to
+            another architecture.
     """
     model, weights = build_model(config, len(classes)), config.model.weights
     if weights is None:
         if getattr(model.config, "init", "") == "trained_conv":
             raise UserError(
-                "init='trained_conv' takes its convolutions from model.weights, which is not given"
+                "init='trained_conv' takes its convolutions from model.weights; give them"
             )
         return model, []
     with prefix_errors("model.weights"):
@@ -99,7 +99,7 @@ def load_run(folder: Path | str) -> tuple[ImageClassifier, RunConfig]:
     """The model of a run with its latest weights, in evaluation mode, and its configuration.
 
     Raises:
-        UserError: if the folder is no run folder or has no checkpoint.
+        UserError: if the folder is not a run folder or has no checkpoint.
     """
     config = RunFolder(folder).read_config()
     return load(folder), config
@@ -109,7 +109,7 @@ def initial_model(folder: Path | str) -> ImageClassifier:
     """The model of a run as it was before its first step, in evaluation mode.
 
     Raises:
-        UserError: if the folder is no run folder.
+        UserError: if the folder is not a run folder.
     """
     run = RunFolder(folder)
     return initialize_model(run.read_config(), run.classes())[0].eval()

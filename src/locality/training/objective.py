@@ -29,9 +29,9 @@ class Objective:
     """Mixup, cutmix and the loss.
 
     Args:
-        config: the loss.
-        augment: its mixup and cutmix.
-        num_classes: of the model and the data.
+        config: settings of the loss.
+        augment: settings of mixup and cutmix.
+        num_classes: number of classes.
         teacher: for distillation; the student's images → logits.
         autocast: the autocast context of the teacher.
         class_weights: (classes,), weights of the classes in the cross entropy.
@@ -73,7 +73,7 @@ class Objective:
         """The mean loss of a batch, a float32 scalar.
 
         Args:
-            outputs: of the model, logits (B, classes).
+            outputs: logits of the model, (B, classes).
             targets, images: as `mix` returned them.
         """
         smoothing = self.config.label_smoothing if targets.ndim == 1 else 0.0
@@ -108,7 +108,7 @@ class Objective:
 
 
 def class_weights(labels: npt.NDArray[np.int64], num_classes: int) -> Tensor:
-    """(classes,): the mean size of a class over the size of each; they average 1 over images."""
+    """(classes,): mean class size / size of each class; the mean over images is 1."""
     sizes = np.bincount(labels, minlength=num_classes)
     present = np.count_nonzero(sizes)
     return torch.from_numpy(len(labels) / (present * np.maximum(sizes, 1))).float()
@@ -117,13 +117,13 @@ def class_weights(labels: npt.NDArray[np.int64], num_classes: int) -> Tensor:
 class Teacher(nn.Module):
     """The teacher of a distillation.
 
-    It gets the student's augmented images, at its own normalisation and size.
+    It sees the student's augmented images at its own normalisation and size.
 
     Args:
         model: images → logits.
-        own: the size and normalisation it was trained with.
+        own: the size and normalisation of the teacher.
         student: those of the student's images.
-        order: the numbers that the student's classes have among its own; None if they are the same.
+        order: the teacher's index of each of the student's classes; None if they are the same.
     """
 
     order: Tensor | None
@@ -151,7 +151,7 @@ class Teacher(nn.Module):
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
-        """(B, 3, H, W) as the student sees them → logits (B, classes)."""
+        """The student's images (B, 3, H, W) → logits (B, classes)."""
         if not self.same:
             images = images * self.scale + self.shift
         if tuple(images.shape[-2:]) != self.size:
@@ -176,7 +176,7 @@ def check_teacher(config: ObjectiveConfig) -> None:
         raise UserError(f"objective.teacher_weights: there is no file {config.teacher_weights}")
     if Path(config.teacher).exists() or timm.is_model(config.teacher.partition(".")[0]):
         return
-    # timm's prefixes for a repository on the hub or a folder.
+    # timm's prefixes for a Hub repository or a folder.
     source, _, place = config.teacher.partition(":")
     if source in ("hf-hub", "hf_hub") or (source == "local-dir" and Path(place).is_dir()):
         return
@@ -188,15 +188,15 @@ def check_teacher(config: ObjectiveConfig) -> None:
 def load_teacher(
     config: ObjectiveConfig, student: Preprocessing, classes: Sequence[str]
 ) -> tuple[Teacher, list[str]]:
-    """The teacher that a configuration names: a run folder's model, that of weights, or timm's.
+    """The configured teacher: the model of a run folder or of weights, or a timm model.
 
-    Classes are joined by name where it has names.
+    Classes are matched by name if the teacher has class names.
 
     Returns:
-        the teacher, and what is assumed of it.
+        the teacher, and notes on assumptions about it.
 
     Raises:
-        UserError: if there is none of that name, or it does not have the student's classes.
+        UserError: if the teacher does not exist, or lacks classes of the student.
     """
     assert config.teacher is not None
     model: nn.Module
@@ -225,8 +225,8 @@ def load_teacher(
     count = getattr(model, "num_classes", len(classes))
     if count != len(classes):
         raise UserError(
-            f"teacher '{config.teacher}' has {count} classes and the data has {len(classes)}; "
+            f"teacher '{config.teacher}' has {count} classes, but the data has {len(classes)}; "
             f"distillation needs a teacher for the same classes"
         )
-    note = f"the teacher has no class names: its outputs are taken in order, {numbered(classes)}"
+    note = f"the teacher has no class names: outputs are matched by order, {numbered(classes)}"
     return Teacher(model, own, student), [note]

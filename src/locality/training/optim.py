@@ -1,4 +1,4 @@
-"""The plan of a run in steps, its optimiser with parameter groups, its learning-rate schedule."""
+"""A run's plan in steps, optimiser with parameter groups, and learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Plan:
     Step numbers count finished updates: 0 is before the first, `steps` after the last.
 
     Attributes:
-        schedule: how often things are due, in its own unit.
-        steps: updates in all.
+        schedule: the settings, with intervals in epochs or steps.
+        steps: total updates.
         epoch_images: images that count as one epoch.
         batch_size: images per update.
-        unit: updates per epoch or step that the schedule counts in.
+        unit: updates per unit (epoch or step) of the schedule.
         warmup, cooldown: updates at the start and the end of the learning-rate schedule.
-        patience: updates without a better evaluation after which to stop; None never does.
+        patience: updates without a better evaluation after which to stop; None never stops.
     """
 
     schedule: ScheduleConfig
@@ -54,7 +54,7 @@ class Plan:
         return step * self.batch_size / self.epoch_images
 
     def due(self, step: int, every: float) -> bool:
-        """Whether `step` is the last, or the nearest to a multiple of `every` of the schedule's."""
+        """Whether `step` is the last, or nearest to a multiple of `every` schedule units."""
         gap = max(1.0, every * self.unit)
         return step == self.steps or (step > 0 and round(round(step / gap) * gap) == step)
 
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def evaluations(self) -> int:
-        """How many there are in the whole run."""
+        """Number of evaluations in the whole run."""
         return math.ceil(self.schedule.length / self.schedule.eval_every)
 
     def saves(self, step: int) -> bool:
@@ -83,13 +83,13 @@ def make_plan(config: RunConfig, train_images: int) -> Plan:
     """The plan of a run on a training set of `train_images` images (the fraction kept).
 
     Raises:
-        UserError: if there is nothing to train on, or a run of no step.
+        UserError: if there are no training images, or the run is shorter than one step.
     """
     if train_images < 1:
         raise UserError(f"dataset '{config.data.dataset}' has no images to train on")
     schedule, batch = config.schedule, config.engine.batch_size
-    # With constant_images an epoch is a pass over the whole set, so that a fraction f of it is
-    # passed 1/f times (ConViT Table 2).
+    # With constant_images an epoch is as long as a pass over the whole set, which passes a fraction
+    # f of it 1/f times (ConViT Table 2).
     fraction = config.data.fraction if schedule.constant_images else 1.0
     epoch_images = train_images / fraction
     unit = 1.0 if schedule.unit == "steps" else epoch_images / batch
@@ -118,16 +118,16 @@ _MUON = ("muon", "adamuon")
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
     """Parameter groups with and without weight decay, and with their own learning rates.
 
-    No weight decay: vectors and scalars (biases, norms, the gates λ), what the model names in
+    No weight decay: vectors and scalars (biases, norms, the gates λ), parameters in the model's
     `no_weight_decay()` (class token, position embedding) and, unless `decay_positions`, the
     positional vectors v_pos. `position_lr_factor` scales the learning rate of v_pos and λ (timm's
     `lr_scale`), `layer_decay` ^ (layers above it) that of each layer, by timm's count of layers.
     Every trainable parameter is in exactly one group; frozen ones are in none.
 
-    Of "muon" and "adamuon" the groups say with `use_muon` which these update (`is_matrix`, with
-    weight decay): attention and MLP weights, kernels of convolutions, the classifier. AdamW updates
-    all others at the same rate: biases, norms, λ, v_pos, class token, position embeddings and
-    depthwise kernels.
+    For "muon" and "adamuon", `use_muon` marks the groups that these update (`is_matrix`, with
+    weight decay): attention and MLP weights, convolution kernels, the classifier. AdamW updates all
+    others at the same rate: biases, norms, λ, v_pos, class token, position embeddings and depthwise
+    kernels.
     """
     no_decay: set[str] = getattr(model, "no_weight_decay", set)()
     layers: dict[str, int] = model.layer_ids() if config.layer_decay < 1 else {}  # type: ignore[operator]
@@ -157,7 +157,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
 
 
 def check_optimizer(config: OptimConfig) -> None:
-    """Check that timm has the optimiser and that it has the settings given."""
+    """Check that timm has the optimiser, with the given settings."""
     names = [str(name) for name in list_optimizers()]
     if config.name not in names:
         raise unknown("optimiser (optim.name)", config.name, names)
@@ -174,7 +174,7 @@ def create_optimizer(
 ) -> torch.optim.Optimizer:
     """timm's optimiser over `parameter_groups`, its learning rate scaled to the global batch.
 
-    "muon" and "adamuon" are `Muon`, timm's in less time.
+    "muon" and "adamuon" are `Muon`, a faster version of timm's.
 
     Raises:
         UserError: as `check_optimizer`, or if every parameter is frozen.
@@ -220,22 +220,22 @@ def create_schedule(optimizer: torch.optim.Optimizer, plan: Plan) -> CosineLRSch
 def is_matrix(parameter: Tensor) -> bool:
     """timm's rule for what Muon may update: matrices, and kernels flattened to (out, in·h·w).
 
-    Excludes vectors, depthwise kernels, embeddings (1, N, C) and whatever has fewer than four rows
+    Excludes vectors, depthwise kernels, embeddings (1, N, C) and matrices with fewer than four rows
     or columns, such as v_pos.
     """
     return bool(reference._is_suitable_for_muon(parameter))
 
 
 class Muon(reference.Muon):
-    """timm's Muon and AdaMuon: the same update and state in less time.
+    """timm's Muon and AdaMuon: the same update and state, but faster.
 
-    Matrices of one shape are orthogonalised in one product: in bfloat16 on CUDA, as timm does
+    Matrices of one shape are orthogonalised as one batch: in bfloat16 on CUDA, as timm does
     everywhere, and in their own precision elsewhere, since most CPUs emulate bfloat16.
 
     Args:
-        groups: each says with `use_muon` whether Muon or AdamW updates it.
+        groups: parameter groups, updated by Muon or, if `use_muon` is false, by AdamW.
         fused: use torch's fused AdamW.
-        settings: of timm's class.
+        settings: arguments of timm's class.
     """
 
     def __init__(self, groups: list[dict[str, Any]], fused: bool = False, **settings: Any) -> None:
@@ -253,7 +253,7 @@ class Muon(reference.Muon):
                 continue
             shapes = defaultdict(list)
             for parameter in parameters:
-                # Transposed matrices are orthogonalised to the same, transposed.
+                # Orthogonalising commutes with transposing.
                 shapes[tuple(sorted(parameter.flatten(1).shape))].append(parameter)
             for same in shapes.values():
                 self._muon(same, group)
@@ -289,7 +289,7 @@ class Muon(reference.Muon):
         )
 
     def _muon(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Update matrices of one shape, each as it is or transposed."""
+        """Update matrices of one shape or its transpose."""
         lr, eps, adaptive = group["lr"], group["eps"], group["algo"] == "adamuon"
         momenta, *squares = self._moments(parameters, "momentum_buffer", *["exp_avg_sq"] * adaptive)
         torch._foreach_lerp_(
@@ -315,7 +315,7 @@ class Muon(reference.Muon):
 
 
 def _orthogonalised(matrices: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-    """U Vᵀ of each matrix U S Vᵀ, nearly, by timm's Newton-Schulz iteration over all at once."""
+    """Approximately U Vᵀ of each matrix U S Vᵀ, by timm's Newton-Schulz iteration on a batch."""
     flat = [matrix.flatten(1) for matrix in matrices]
     wide = torch.stack([m.mT if m.shape[0] > m.shape[1] else m for m in flat])
     found = reference.zeropower_via_newtonschulz(

@@ -1,7 +1,7 @@
-"""The processes of a run: signals that ask them to stop, collectives, and why another has ended.
+"""The processes of a run: stop signals, collectives, and why another process has ended.
 
-A command that trains in several processes is rank 0 and the parent of the others. Processes that
-torchrun or srun started cannot see each other.
+A command that trains in several processes is rank 0 and the parent of the others. Processes started
+by torchrun or srun cannot see each other.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
 
 
 class Collectives:
-    """Collective operations; without effect in a run of one process.
+    """Collective operations; no-ops in a run of one process.
 
     Args:
         fabric: devices and processes.
@@ -135,7 +135,7 @@ class Collectives:
         return tensor
 
     def any_signal(self) -> int:
-        """The signal that any process has received, or 0; every process has to call this."""
+        """The signal that any process has received, or 0; every process must call this."""
         if self.is_single:
             return self._signals.signum
         flags = torch.tensor(self._flags(), device=self._fabric.device)
@@ -203,7 +203,7 @@ class Peers:
                 self._parent = int(os.environ[_PARENT])
 
     def lost(self) -> RunFailed | None:
-        """Why another process has ended, if one has that should not."""
+        """Why another process has ended unexpectedly, or None."""
         if self._parent is not None and os.getppid() != self._parent:
             return ProcessKilled("rank 0 of the run", resumes=True)
         self.take_children()
@@ -231,9 +231,9 @@ class Peers:
         )
 
     def exit_error(self, outcome: Exception) -> BaseException:
-        """The exception that another rank than 0 ends with.
+        """The exception with which a rank other than 0 ends.
 
-        It is silent if rank 0 started this process and lives to report the error.
+        It is silent if rank 0 started this process and is alive to report the error.
         """
         reported = self._parent is not None and os.getppid() == self._parent
         if not isinstance(outcome, ProcessKilled):
@@ -242,9 +242,9 @@ class Peers:
         return SystemExit(outcome.exit_code) if reported else outcome
 
     def take_children(self) -> list[subprocess.Popen[bytes]]:
-        """The processes that Fabric started, out of reach of its own observer thread.
+        """The processes that Fabric started, removed from Fabric's observer thread.
 
-        That thread would kill this process when one of them fails, before it could say why.
+        That thread would kill this process when one of them fails, before it reports the cause.
         """
         started = getattr(self._launcher, "procs", [])
         _children.extend(started)

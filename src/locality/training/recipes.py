@@ -1,10 +1,10 @@
-"""Named runs: each a function that returns one complete configuration.
+"""Recipes: named runs, each a function that returns a complete configuration.
 
-A docstring says what to type, what it costs and what to expect. Cost is in exaFLOPs (10¹⁸) of
-training: 3 × forward, 2 operations per multiply-accumulate; docs/scale.md has the hours. None of
-the ImageNet-sized recipes has been run here: their expected numbers are the papers'.
+Docstrings give the command, the cost and the expected result. Cost is in exaFLOPs (10¹⁸) of
+training: 3 × forward, 2 operations per multiply-accumulate; docs/scale.md has the hours. The
+ImageNet-sized recipes have not been run here: their expected numbers are the papers'.
 
-Any setting can be changed by its name on the command line:
+Any setting can be overridden on the command line:
 `locality train digits --model.name deit_nano --data.fraction 0.05`.
 """
 
@@ -48,7 +48,7 @@ DEIT_AUGMENT = AugmentConfig(
 def _as(base: RunConfig, recipe: str, **groups: Mapping[str, Any]) -> RunConfig:
     """The recipe `base` under another name, with some settings of its groups changed.
 
-    Numbers stay as they are written here; `recipe` gives each its type.
+    Numbers stay as written; `recipe` converts them to the settings' types.
     """
     changed = {
         group: dataclasses.replace(getattr(base, group), **settings)
@@ -58,14 +58,14 @@ def _as(base: RunConfig, recipe: str, **groups: Mapping[str, Any]) -> RunConfig:
 
 
 def digits(model: str = "convit_nano", seed: int = 0) -> RunConfig:
-    """Handwritten digits of 8×8 pixels: the small-image recipe, and what `locality demo` runs.
+    """Handwritten digits of 8×8 pixels: the small-image recipe, which `locality demo` runs.
 
     Command: `locality train digits`, and `--model.name deit_nano` for the baseline.
     Cost: 1,200 steps of 64 images, about 50 s on one core.
-    Expect: on 5% of the images (`--data.fraction 0.05`) 93% by ConViT and 91% by DeiT, on all 100%
-    and 98% (one seed).
-    Chosen among 24 random settings on a quarter of the images, which are
-    `--data.part "[0, 0.25]"` (docs/recipes.md); report results on the others, "[0.25, 1]".
+    Expect: 93% for ConViT and 91% for DeiT on 5% of the images (`--data.fraction 0.05`), 100% and
+    98% on all (one seed).
+    Chosen from 24 random settings on a quarter of the images, `--data.part "[0, 0.25]"`
+    (docs/recipes.md); report results on the others, "[0.25, 1]".
     """
     return RunConfig(
         recipe="digits",
@@ -84,14 +84,13 @@ def digits(model: str = "convit_nano", seed: int = 0) -> RunConfig:
 
 
 def fashion_mnist(model: str = "convit_nano", patch_size: int = 4, seed: int = 0) -> RunConfig:
-    """Fashion-MNIST's photographs of clothes, 28×28, in 7×7 patches, or 14×14 with patches of 2.
+    """Fashion-MNIST: photographs of clothes, 28×28, in 7×7 patches, or 14×14 with patch size 2.
 
     Command: `locality train fashion_mnist`, and `--model.name deit_nano` for the baseline. Without
     Debian's dataset-fashion-mnist, also `--data.root DATA --data.download true`.
     Cost: 3,000 steps of 64 images, 4 to 8 minutes on one core; 14×14 patches cost 5 times as much.
-    Expect: not in the papers; docs/findings.md has the results here.
-    Of the eight settings that are best on digits, these are the best on 500 photographs
-    (docs/recipes.md).
+    Expect: not in the papers; docs/findings.md has our results.
+    Chosen on 500 photographs from the eight best settings on digits (docs/recipes.md).
     """
     has_patches = model.startswith(PREFIX) or hasattr(variant(model).config, "patch_size")
     return _as(
@@ -111,19 +110,19 @@ def convit_cifar(
 ) -> RunConfig:
     """CIFAR-100 or CIFAR-10 at its own 32×32 pixels, for ConViT and DeiT, on one GPU.
 
-    Published: DeiT's recipe as it is, for 1000 epochs at 224 pixels (appendix C), which is
-    `cifar100_224`; the authors say nothing of 32 pixels. Kept of it: AdamW, weight decay, cosine,
-    warm-up, mixup, cutmix, RandAugment, erasing, smoothing and dropped paths.
+    Published: DeiT's recipe unchanged, for 1000 epochs at 224 pixels (appendix C), which is
+    `cifar100_224`; nothing at 32 pixels. Kept from it: AdamW, weight decay, cosine, warm-up, mixup,
+    cutmix, RandAugment, erasing, label smoothing and stochastic depth.
 
     Our choice: 8×8 patches of 4 pixels and a model of 2 million parameters, a fifteenth of the
-    cost of an epoch; the padded crop that is usual on CIFAR, since a random area of 8% is too few
-    pixels; each image once; twice the rate, 1e-3 per 512 images, at batches of 256; 200 epochs. No
-    run of this length has been made here, and none of these choices was searched.
+    cost of an epoch; the padded crop that is usual on CIFAR, since a random area of 8% has too few
+    pixels; no repeated augmentation; twice the learning rate, 1e-3 per 512 images, at batches of
+    256; 200 epochs. These choices were not tuned, and no run of this length has been made here.
 
     Command: `locality train convit_cifar --data.root DATA --data.download true`, and
     `--data.dataset cifar10`, `--model deit_micro`.
-    Cost: 0.008 exaFLOPs for `convit_micro`, which is minutes on a GPU.
-    Expect: not measured here, not in the paper; others' numbers are in docs/choosing.md.
+    Cost: 0.008 exaFLOPs for `convit_micro`, minutes on a GPU.
+    Expect: not measured here, not in the paper; docs/choosing.md has published numbers.
     """
     return RunConfig(
         recipe="convit_cifar",
@@ -142,18 +141,18 @@ def convit_cifar(
 def cvt_cifar(model: str = "cvt_micro", dataset: str = "cifar100", seed: int = 0) -> RunConfig:
     """CIFAR-100 or CIFAR-10 from scratch at its own 32×32 pixels, for CvT, on one GPU.
 
-    Published: CvT meets CIFAR only in transfer from ImageNet-22k, at 384 pixels (Table 4), which is
-    `finetune_384`; from scratch, and at 32 pixels, the authors say nothing. Kept of their ImageNet
-    recipe: what it shares with DeiT's, and weight decay 0.05.
+    Published: transfer from ImageNet-22k to CIFAR at 384 pixels (Table 4), which is `finetune_384`;
+    nothing from scratch or at 32 pixels. Kept from the ImageNet recipe: what it shares with DeiT's,
+    and weight decay 0.05.
 
-    Our choice: strides of 2, 2 and 1 in the place of 4, 2 and 2, so that the stages have 16×16, 8×8
-    and 8×8 tokens, and everything else as in `convit_cifar`, that the two can be compared. No run
-    of this length has been made here, and none of these choices was searched.
+    Our choice: strides of 2, 2 and 1 instead of 4, 2 and 2, so that the stages have 16×16, 8×8 and
+    8×8 tokens; everything else as in `convit_cifar`, to compare the two. These choices were not
+    tuned, and no run of this length has been made here.
 
     Command: `locality train cvt_cifar --data.root DATA --data.download true`, and
     `--data.dataset cifar10`.
-    Cost: 0.007 exaFLOPs for `cvt_micro`, which is minutes on a GPU.
-    Expect: not measured here, not in the paper; others' numbers are in docs/choosing.md.
+    Cost: 0.007 exaFLOPs for `cvt_micro`, minutes on a GPU.
+    Expect: not measured here, not in the paper; docs/choosing.md has published numbers.
     """
     return _as(convit_cifar(model, dataset, seed), "cvt_cifar")
 
@@ -161,13 +160,13 @@ def cvt_cifar(model: str = "cvt_micro", dataset: str = "cifar100", seed: int = 0
 def deit_300(model: str = "convit_small", seed: int = 0) -> RunConfig:
     """ImageNet from scratch in 300 epochs, as DeiT and ConViT were trained (ConViT Table 1).
 
-    The rate is 5e-4 per 512 images, so 1e-3 at the batch of 1024. A cosine spans all 300 epochs, of
-    which the first 5 are warm-up; timm's 10 epochs of cool-down would come after them, and the
-    released code never runs them. Weight decay acts on v_pos as in that code.
+    The learning rate is 5e-4 per 512 images, so 1e-3 at the batch of 1024. The cosine spans all 300
+    epochs, of which the first 5 are warm-up; timm's 10 epochs of cool-down would follow, but the
+    released code never runs them. Weight decay applies to v_pos as in that code.
 
-    Differs from the released code: the rate follows the step, theirs the epoch before (epochs 0 and
-    1 both train at 1e-6); class token and position embedding are spared weight decay, while theirs,
-    wrapped for several processes, decays them.
+    Differs from the released code: the learning rate follows the step, theirs the previous epoch
+    (epochs 0 and 1 both train at 1e-6); class token and position embedding have no weight decay,
+    while theirs, wrapped for several processes, decays them.
 
     Command: `locality train deit_300 --data.root IMAGENET`, under torchrun on several GPUs.
     Cost: 13 exaFLOPs for `convit_small`, 3 for `convit_tiny`, 40 for `convit_base`.
@@ -203,12 +202,12 @@ def deit_300_plus(model: str = "convit_small_plus", seed: int = 0) -> RunConfig:
 def distill_hard(
     model: str = "convit_small_plus", teacher: str = "regnety_160", seed: int = 0
 ) -> RunConfig:
-    """`deit_300_plus` with a teacher's most likely class as half of the target (ConViT app. B).
+    """`deit_300_plus` with a teacher's predicted class as half of the target (ConViT app. B).
 
     The teacher is a timm model or a run folder and sees images at its own normalisation and size.
 
     Command: `locality train distill_hard --data.root IMAGENET`
-    Cost: that of `deit_300_plus` and half as much again for the teacher's forward passes.
+    Cost: 1.5 times that of `deit_300_plus`, because of the teacher's forward passes.
     Expect: top-1 82.9 (Table 4; 82.2 without the teacher).
     """
     return _as(deit_300_plus(model, seed), "distill_hard", objective={"teacher": teacher})
@@ -217,10 +216,10 @@ def distill_hard(
 def subset(model: str = "convit_small", seed: int = 0) -> RunConfig:
     """`deit_300` on a fraction f of each class, for 300 / f epochs (ConViT Table 2).
 
-    The number of images seen stays that of `deit_300`, and so do its schedule and its cost.
+    The number of images seen, the schedule and the cost are those of `deit_300`.
 
     Command: `locality train subset --data.fraction 0.05 --data.root IMAGENET`, and
-    `--data.subset sorted` for the files that the released code took.
+    `--data.subset sorted` for the files that the released code uses.
     Cost: 13 exaFLOPs for `convit_small`, whatever the fraction.
     Expect: top-1 of ConViT-S (DeiT-S) 47.8 (34.8) at 5%, 59.6 (48.0) at 10%, 73.7 (66.1) at 30%,
     78.2 (74.6) at 50%.
@@ -254,12 +253,12 @@ def cifar100_224(model: str = "convit_tiny_plus", epochs: float = 1000, seed: in
 def cvt_300(model: str = "cvt_13", seed: int = 0) -> RunConfig:
     """ImageNet from scratch in 300 epochs, as CvT was trained (CvT §4.1, Table 3).
 
-    The paper prints a rate of 0.02 at a batch of 2048. Its released configuration has a tenth of
-    that, 2.5e-4 per 256 images, which is what this is. Weight decay is 0.05 for CvT-13 and 0.1 for
-    the larger ones; CvT-21 has repeated augmentation.
+    The paper prints a learning rate of 0.02 at a batch of 2048. This recipe follows the released
+    configuration, with a tenth of that, 2.5e-4 per 256 images. Weight decay is 0.05 for CvT-13 and
+    0.1 for larger models; CvT-21 has repeated augmentation.
 
-    Differs from the released file of CvT-21, which beside mixup and cutmix has crop and flip alone;
-    the paper gives every model DeiT's augmentation, and so does this.
+    Differs from the released file of CvT-21, which besides mixup and cutmix has only crop and flip;
+    the paper, and this recipe, give every model DeiT's augmentation.
 
     Command: `locality train cvt_300 --data.root IMAGENET`
     Cost: 11 exaFLOPs for `cvt_13`, 17 for `cvt_21`.
@@ -286,11 +285,11 @@ def cvt_300(model: str = "cvt_13", seed: int = 0) -> RunConfig:
 def cvt_22k(model: str = "cvt_w24", seed: int = 0) -> RunConfig:
     """Pre-training on ImageNet-22k at 224 pixels, before `finetune_384` (CvT §4.1).
 
-    The paper does not say for how many epochs; 90 is what ViT took for the same data.
+    The paper does not give the number of epochs; 90 is ViT's on the same data.
 
     Command: `locality train cvt_22k --data.root IMAGENET22K`, or `--data.dataset arrow` for a
-    folder in Arrow format. Where the folder has no val/, `--data.val_fraction` of
-    each class is set aside to validate on.
+    folder in Arrow format. If the folder has no val/, `--data.val_fraction` of each class is held
+    out.
     Cost: 470 exaFLOPs for `cvt_w24`, 35 for `cvt_13`.
     Expect: top-1 on ImageNet-1k after fine-tuning 87.7 (`cvt_w24`), 84.9 (`cvt_21`), 83.3
     (`cvt_13`).
@@ -314,20 +313,19 @@ def finetune_384(
     """Fine-tuning at 384 pixels (CvT §4.1, Tables 3 and 4).
 
     SGD with momentum 0.9 and a cosine at a batch of 512, for 20,000 steps on ImageNet, 10,000 on
-    CIFAR, 500 on Pets and Flowers-102. The papers leave rate and clipping open; ViT, whose
-    fine-tuning CvT adopts, clips at 1 and searches rates around 0.01. Evaluation squashes the image
-    to a square, as the released code does at 384 pixels.
+    CIFAR, 500 on Pets and Flowers-102. The papers give neither learning rate nor clipping; ViT,
+    whose fine-tuning CvT adopts, clips at 1 and searches rates around 0.01. Evaluation squashes the
+    image to a square, as the released code does at 384 pixels.
 
-    Differs from the released code: that fine-tunes on random crops of the resized image, this on
-    random areas of it; position embeddings, where there are any, are resampled linearly there and
-    bicubically here.
+    Differs from the released code, which fine-tunes on random crops of the resized image (here, on
+    random areas of it), and resamples position embeddings linearly (here, bicubically).
 
     Command: `locality train finetune_384 --model.weights RUN --data.root IMAGENET`, where RUN is a
-    run folder (of `cvt_22k`, say), a file, or the name of public weights; for CvT-13 and -21 the
-    public ones of ImageNet-1k unless given.
+    run folder (such as of `cvt_22k`), a file, or the name of public weights; CvT-13 and -21 default
+    to the public ImageNet-1k weights.
     Cost: 1 exaFLOP for `cvt_13` and 20,000 steps.
-    Expect: top-1 83.0 on ImageNet from `cvt_300`'s CvT-13, 83.3 from ImageNet-22k; from there, in
-    Table 4: CIFAR-10 98.83, CIFAR-100 91.11, Pets 93.25, Flowers-102 99.50.
+    Expect: top-1 83.0 on ImageNet from `cvt_300`'s CvT-13, 83.3 from ImageNet-22k; from the latter,
+    CIFAR-10 98.83, CIFAR-100 91.11, Pets 93.25, Flowers-102 99.50 (Table 4).
     """
     steps = lookup("target of finetune_384", dataset, _FINETUNE_STEPS)
     weights = weights or _FINETUNED_FROM.get(model)
@@ -350,16 +348,16 @@ def finetune_384(
     )
 
 
-# Mild: stronger RandAugment posterises and inverts images, which then look like no photograph.
+# Mild: stronger RandAugment posterises and inverts images, which then do not look like photographs.
 _PHOTO_AUGMENT = AugmentConfig(
     crop="resized", scale=(0.35, 1.0), hflip=0.5, auto_augment="rand-m5-mstd0.5-inc1"
 )
 SMALL_SIDE = 32
-"""Pixels up to which `photos` has its recipe for small images."""
+"""Largest image side in pixels for which `photos` uses its small-image settings."""
 
 
 def is_small(model: str, img_size: int | tuple[int, int] | None) -> bool:
-    """Whether `photos` has its recipe for small images; None is the model's own size."""
+    """Whether `photos` uses its small-image settings; None is the model's own size."""
     if img_size is None and not model.startswith(PREFIX):
         img_size = variant(model).config.img_size
     return img_size is not None and max(to_2tuple(img_size)) <= SMALL_SIDE
@@ -368,14 +366,14 @@ def is_small(model: str, img_size: int | tuple[int, int] | None) -> bool:
 def photos(
     model: str = "convit_mini", img_size: int | tuple[int, int] | None = None, seed: int = 0
 ) -> RunConfig:
-    """A custom dataset of some hundred to some thousand photographs, from scratch in ten minutes.
+    """A custom dataset of hundreds to thousands of photographs, from scratch in ten minutes.
 
     Each image is seen about a hundred times, so random crops, flips, label smoothing and stochastic
-    depth keep the model from overfitting. There is no moving average of the weights, which would
-    lag behind in a short run. Images are rotated by their EXIF orientation and keep their aspect
-    ratio: evaluation crops the centre. At 32 pixels or fewer optimiser, mixup, cutmix and erasing
-    are those of `fashion_mnist`, with small affine maps in the place of random areas and
-    RandAugment. The weights of the best evaluation are kept.
+    depth keep the model from overfitting. A moving average of the weights would lag behind in a
+    short run and is off. The EXIF orientation is applied, and the aspect ratio is kept: evaluation
+    crops the centre. At 32 pixels or fewer, optimiser, mixup, cutmix and erasing are those of
+    `fashion_mnist`, with small affine maps instead of random areas and RandAugment. The best
+    weights are kept.
 
     Command: `locality train photos --data.root FOLDER`, or `locality train FOLDER`. Model, image
     size, batch and number of steps are then chosen for the images, this machine and `--minutes`,
@@ -412,15 +410,15 @@ def finetune(
 ) -> RunConfig:
     """Fine-tuning on a custom dataset.
 
-    The classifier is new. Early layers learn more slowly than late ones (`layer_decay`), and all at
-    a tenth of the rate of training from scratch, or at that rate where images have 32 pixels or
-    fewer: such weights know little. There is no mixup or cutmix below 5,000 images.
-    Training stops early by validation accuracy and keeps the best weights.
+    The classifier is new. Early layers learn more slowly than late ones (`layer_decay`). The
+    learning rate is a quarter of that from scratch; at 32 pixels or fewer it is the same, since
+    weights of that size know little. Mixup and cutmix are off below 5,000 images. Training stops
+    early by validation accuracy and keeps the best weights.
 
     Command: `locality train finetune --data.root FOLDER --model.weights WEIGHTS`, or `locality
-    finetune FOLDER --from WEIGHTS`: a run folder, a file, public weights, or "timm/" and a name of
-    timm's. Architecture and preprocessing are then those of the weights; batch and
-    number of steps are chosen as in `photos`. `--model.img_size` changes the resolution.
+    finetune FOLDER --from WEIGHTS`: a run folder, a file, public weights, or "timm/" and a timm
+    model name. Architecture and preprocessing are then those of the weights; batch and number of
+    steps are chosen as in `photos`. `--model.img_size` changes the resolution.
     Cost: ten minutes, or 50 passes over the images.
     Expect: depends on the images.
     """
@@ -462,29 +460,29 @@ RECIPES: dict[str, Callable[..., RunConfig]] = {
         finetune,
     )
 }
-"""All recipes, by name."""
+"""All recipes by name."""
 
 
 CUSTOM_DATA_RECIPES = ("photos", "finetune")
-"""Recipes whose other settings `autofit` chooses for the images and the machine."""
+"""Recipes whose remaining settings `autofit` chooses for the images and the machine."""
 
 
 def recipe(name: str, **choices: Any) -> RunConfig:
-    """The configuration of a named run.
+    """The configuration of a recipe.
 
     Args:
         name: one of `RECIPES`.
         choices: arguments of its function, such as `model`.
 
     Raises:
-        UserError: for a name or an argument that does not exist, with the nearest.
+        UserError: if the name or an argument is unknown, with the nearest.
     """
     function = lookup("recipe", name, RECIPES)
     check_known(f"choice of recipe '{name}'", choices, _choices(name), UserError)
     return function(**choices)
 
 
-# Arguments of recipes that other settings depend on, as CvT's weight decay on the model.
+# Arguments of recipes that other settings depend on, such as CvT's weight decay on the model.
 _CHOICES = {
     "model": "model.name",
     "img_size": "model.img_size",
@@ -498,7 +496,7 @@ def adjusted(name: str, changes: Mapping[str, Any]) -> RunConfig:
     """A recipe with settings changed by dotted name, and those that depend on them.
 
     Raises:
-        UserError: for a name that does not exist (with the nearest), or as `settings.replace`.
+        UserError: if a name is unknown (with the nearest), or as `settings.replace`.
     """
     types = settings_of(RunConfig)
     changes = {n: typed(n, x, types[n].hint) if n in types else x for n, x in changes.items()}
@@ -509,11 +507,11 @@ def adjusted(name: str, changes: Mapping[str, Any]) -> RunConfig:
 
 
 def _rescaled_schedule(recipe: ScheduleConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the schedule that depend on its length, if that is changed.
+    """The schedule settings that depend on the length, if that is changed.
 
-    In another unit all of them are scaled with the length, but there are at most 20 evaluations.
-    In a shorter run in the recipe's own unit, warm-up and cool-down are. A patience as long as the
-    run, which only keeps the best weights, stays so.
+    In another unit, all of them are scaled with the length, with at most 20 evaluations. In a
+    shorter run in the recipe's own unit, only warm-up and cool-down are scaled. A patience equal to
+    the run's length, which keeps the best weights, stays equal.
     """
     unit, other = ("epochs", "steps") if recipe.steps is None else ("steps", "epochs")
     length = changes.get(f"schedule.{other}")
@@ -540,5 +538,5 @@ def _choices(name: str) -> list[str]:
 
 
 def describe(name: str) -> str:
-    """The docstring of a recipe: what it is, its command, its cost and what to expect."""
+    """The docstring of a recipe: summary, command, cost and expected result."""
     return inspect.getdoc(lookup("recipe", name, RECIPES)) or ""

@@ -25,7 +25,7 @@ from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import RunFolder
 from locality.training.state import TrainState
 
-# One row per evaluation. metrics.csv is reproducible; what differs between runs is in timing.csv.
+# One row per evaluation. metrics.csv is reproducible; timing.csv is not.
 METRICS = ("step", "epoch", "images", "lr", "train_loss", "train_top1", "top1", "top5", "val_loss")
 TIMING = ("step", "seconds", "images_per_second", "eval_seconds", "peak_memory_mb")
 # Their names in TensorBoard.
@@ -39,14 +39,14 @@ _TAGS = {
     "images_per_second": "images_per_second",
 }
 _SECONDS_BETWEEN_LINES = 30.0
-# The median step time of so many steps leaves out the first ones, which allocate and compile.
+# The median time of this many steps ignores the first ones, which allocate and compile.
 _MEDIAN_STEPS = 20
 
 
 def restore_metrics(folder: RunFolder, checkpoint: Mapping[str, Any]) -> list[str]:
     """Restore the rows of metrics.csv from a checkpoint, if they were changed.
 
-    Later rows are left; the run repeats their steps.
+    Later rows are not compared; the run repeats their steps.
 
     Returns:
         notes on what was restored.
@@ -58,7 +58,7 @@ def restore_metrics(folder: RunFolder, checkpoint: Mapping[str, Any]) -> list[st
         if table.as_text(table.rows(checkpoint["progress"]["evaluated"])) == checkpoint["metrics"]:
             return []
     write_atomic(file, csv_text([METRICS]) + checkpoint["metrics"])
-    return [f"{file} {what}: its rows are written again from the checkpoint"]
+    return [f"{file} {what}: its rows are restored from the checkpoint"]
 
 
 class Recorder:
@@ -67,7 +67,7 @@ class Recorder:
     Args:
         folder: the run's folder; None on other ranks, where nothing is written.
         run: the run.
-        state: where it starts or resumes.
+        state: the counters with which the run starts or resumes.
         quiet: print nothing.
     """
 
@@ -77,8 +77,8 @@ class Recorder:
         self._folder, self._run = folder, run
         self._progress = ProgressBar(run.plan.steps, state.step, quiet or folder is None)
         self.log = self._progress.log
-        # Time is known up to the last evaluation. The steps between that and the checkpoint count
-        # as having taken as long as the others.
+        # Time is known up to the last evaluation. Steps between it and the checkpoint are assumed
+        # to take as long as the others.
         evaluated = max(state.evaluated, 0)
         self._timed_seconds, self._timed_steps, self._step = 0.0, evaluated, state.step
         self._step_seconds: list[float] = []  # since the last evaluation
@@ -92,12 +92,12 @@ class Recorder:
         if rows := self._timing.cut(state.evaluated):
             self._timed_seconds = number(rows[-1]["seconds"]) or 0.0
         if run.config.engine.tensorboard and find_spec("tensorboard"):
-            purge = evaluated + 1 if evaluated else None  # a resumed run goes on in its log
+            purge = evaluated + 1 if evaluated else None  # a resumed run continues its log
             board = TensorBoardLogger(folder.tensorboard, name="", version="", purge_step=purge)
             self._board = board
 
     def replan(self, run: ResolvedRun) -> None:
-        """Go on with another length, which the folder's configuration has from here on."""
+        """Continue with another length, and write it to the folder's configuration."""
         steps = self._run.plan.steps
         self._run = run
         self._progress.total = run.plan.steps
@@ -140,7 +140,7 @@ class Recorder:
         return images / sum(self._step_seconds) if self._step_seconds else 0.0
 
     def _locked_folder(self) -> RunFolder | None:
-        """The folder to write to, where it was locked; None on ranks that write nothing."""
+        """The folder to write to, checked to be in place; None on ranks that write nothing."""
         if self._folder is not None:
             self._folder.lock.check()
         return self._folder
@@ -181,7 +181,7 @@ class Recorder:
         """Save a checkpoint in the background, and skipped.csv if images were skipped.
 
         Raises:
-            CheckpointNotSaved: if the checkpoint before could not be written.
+            CheckpointNotSaved: if the previous checkpoint could not be written.
         """
         if (folder := self._locked_folder()) is None:
             return
@@ -193,7 +193,7 @@ class Recorder:
             image, reason = list(skipped.items())[-1]
             file = folder.skipped_file
             self.log(
-                f"{len(skipped)} training images could not be read and had others in their place "
+                f"{len(skipped)} training images could not be read and were replaced by others "
                 f"({file.name}), the last: {image}: {reason}"
             )
             write_atomic(file, csv_text([("image", "reason"), *skipped.items()]))
@@ -204,7 +204,7 @@ class Recorder:
             folder.checkpoints.keep_best()
 
     def wait_until_saved(self) -> None:
-        """Return when the last checkpoint is on disk.
+        """Wait until the last checkpoint is on disk.
 
         Raises:
             CheckpointNotSaved: if it could not be written.
@@ -213,11 +213,11 @@ class Recorder:
             self._folder.checkpoints.wait()
 
     def save_snapshot(self, step: int, model: ImageClassifier) -> None:
-        """Save a snapshot of the weights where one is due.
+        """Save a snapshot of the weights if one is due.
 
         Args:
             step: updates finished; 0 before the first.
-            model: the model that would be evaluated.
+            model: the evaluated model.
         """
         if (folder := self._locked_folder()) is None:
             return
@@ -228,11 +228,11 @@ class Recorder:
                 file.write(save(weights, metadata={"step": str(step)}))
 
     def finish(self, row: dict[str, Any], images: str) -> dict[str, Any]:
-        """Write result.json and return its content; on other ranks than 0 it is empty.
+        """Write result.json and return its content; empty on ranks other than 0.
 
         Args:
-            row: the evaluation of the weights that are kept.
-            images: their fingerprint.
+            row: the evaluation of the kept weights.
+            images: the fingerprint of the images.
         """
         if (folder := self._locked_folder()) is None:
             return {}
@@ -278,8 +278,8 @@ class ProgressBar:
     """The progress of a run: a bar on a terminal, a line every 30 seconds elsewhere.
 
     Args:
-        total: steps in all.
-        step: steps finished already.
+        total: total steps.
+        step: steps already finished.
         quiet: print nothing.
     """
 
@@ -305,7 +305,7 @@ class ProgressBar:
 
     @contextlib.contextmanager
     def _ignoring_closed_terminal(self) -> Iterator[None]:
-        # A run whose terminal was closed goes on until it has saved.
+        # A run whose terminal was closed continues until it has saved.
         try:
             yield
         except OSError:

@@ -30,15 +30,15 @@ from locality.training.optim import Plan, check_optimizer, make_plan
 
 
 class ResolvedRun:
-    """A run with everything that is known before its first step, checked.
+    """A checked run, with everything known before its first step.
 
     The data are opened and the model is built on the meta device.
 
     Args:
         config: the run.
-        splits: its data, if it is open already.
-        classes: as the run has recorded them, if it goes on from a checkpoint and no longer needs
-            `model.weights`.
+        splits: its data, if already open.
+        classes: the classes that the run has recorded, if it resumes from a checkpoint and no
+            longer needs `model.weights`.
 
     Attributes:
         config: the run.
@@ -47,15 +47,15 @@ class ResolvedRun:
         device_type: "cpu", "cuda" or "mps".
         world_size: number of processes.
         micro_batch: images per process and forward pass.
-        precision: resolved.
-        parameters: of the model; `trainable` of them are trained.
+        precision: the resolved precision.
+        parameters: number of parameters; `trainable` of them are trained.
         macs: multiply-accumulates of one image's forward pass.
         buffers: bytes of the model's buffers.
-        img_size: of the images, (H, W).
-        notes: what is unusual about the data.
+        img_size: image size, (H, W).
+        notes: notes on unusual data.
 
     Raises:
-        UserError: if the run cannot work as it is configured.
+        UserError: if the run cannot work as configured.
     """
 
     def __init__(
@@ -86,18 +86,18 @@ class ResolvedRun:
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
-        """Images to train and to evaluate on, classes, and `macs`."""
+        """Numbers of training images, validation images and classes, and `macs`."""
         splits = self.splits
         return len(splits.train), len(splits.val), len(splits.classes), self.macs
 
     def check_start(self) -> tuple[ImageClassifier, list[str]] | None:
-        """Check memory, and the weights that it starts from.
+        """Check memory and initial weights.
 
         Returns:
-            of a new run that starts from weights, what `initialize_model` gives.
+            the result of `initialize_model` for a new run that starts from weights, else None.
 
         Raises:
-            UserError: if they do not fit.
+            UserError: if memory is too small or the weights do not fit the model.
         """
         self.check_memory()
         if self.config.model.weights is None or self._resumes:
@@ -117,24 +117,24 @@ class ResolvedRun:
 
     @property
     def state_bytes(self) -> int:
-        """All of `state`."""
+        """The sum of `state`."""
         return sum(self.state.values())
 
     @property
     def checkpoint_bytes(self) -> int:
-        """About the size of a checkpoint, which has no gradients."""
+        """The approximate size of a checkpoint, which has no gradients."""
         return self.state_bytes - self.state["gradients"] + (1 << 20)
 
     @cached_property
     def activation_bytes(self) -> int:
-        """Activations that each process keeps for the backward pass.
+        """Bytes of activations that each process keeps for the backward pass.
 
         Measured on a forward pass with fake tensors.
         """
         kind = "cuda" if self.device_type == "cuda" else "cpu"
         model = meta_model(self.config, len(self.splits.classes)).train()
-        # Fake tensors choose the kernels of the real device, which decide what is saved. They have
-        # no values, which initialising weights needs, so the model is built before.
+        # Fake tensors select the kernels of the real device, which determine what is saved. The
+        # model is built before, since initialisation needs values.
         with FakeTensorMode(allow_non_fake_inputs=True), torch.device(kind):
             model.to_empty(device=kind)
             images = torch.empty(self.micro_batch, 3, *self.img_size)
@@ -143,8 +143,8 @@ class ResolvedRun:
     def check_memory(self) -> None:
         """Check that the run fits into this machine's memory.
 
-        Activations are only counted where they could be too many: a layer saves fewer bytes than it
-        does multiplications, by a wide margin.
+        Activations are only counted if they could be too many: a layer saves far fewer bytes than
+        it does multiplications.
         """
         available = machine.memory(self.device_type)
         if self.macs * self.micro_batch <= available:
@@ -152,13 +152,13 @@ class ResolvedRun:
         # The processes of one machine share its memory; GPUs have their own.
         nodes = self.config.engine.num_nodes
         sharing = self.world_size // nodes if self.device_type == "cpu" else 1
-        # Where the images alone are too many, torch may be unable to count the rest in 64 bits.
+        # If the images alone are too many, torch may overflow 64 bits when it counts the rest.
         needed = sharing * 4 * 3 * math.prod(self.img_size) * self.micro_batch
         if needed <= available:
             needed = sharing * (self.activation_bytes + self.state_bytes)
         if needed > available:
             raise UserError(
-                f"a step on {self.micro_batch:,} images at once needs {needed / 1e9:.3g} GB and "
+                f"a step on {self.micro_batch:,} images at once needs {needed / 1e9:.3g} GB, but "
                 f"there are {available / 1e9:.3g} GB of memory; lower engine.batch_size, raise "
                 f"engine.accumulate, or set engine.grad_checkpointing"
             )
@@ -232,7 +232,7 @@ def check_classes(splits: DataSplits, plan: Plan) -> list[str]:
         notes.append(uneven)
     if plan.batch_size > len(splits.train):
         notes.append(
-            f"a batch of {plan.batch_size:,} is larger than the training set: every step sees "
-            f"images of {len(splits.train):,} more than once"
+            f"a batch of {plan.batch_size:,} is larger than the training set: every step repeats "
+            f"some of the {len(splits.train):,} images"
         )
     return notes

@@ -1,19 +1,19 @@
 """Run folders: the files of a run.
 
-config.yaml       the whole configuration
+config.yaml       the complete configuration
 classes.json      class names, in the order of the logits
 environment.json  versions, hardware, commit, seed, and every start of the run
-metrics.csv       one row per evaluation: repeats exactly
-timing.csv        seconds and images/s: does not
+metrics.csv       one row per evaluation; reproducible
+timing.csv        seconds and images/s; not reproducible
 checkpoints/      last.ckpt and previous.ckpt; best.ckpt, if the run keeps its best weights
-snapshots/        weights kept along the way, if the run keeps any
+snapshots/        weights during training, if enabled
 tensorboard/      logs
-images.gz         every image file's name, size, and content or time of modification
-skipped.csv       images that could not be read, if there were any
-predictions.csv   what the model says of every validation image
-class_counts.json how many images of each class there are to train on
+images.gz         name, size, and digest or modification time of every image file
+skipped.csv       images that could not be read, if any
+predictions.csv   validation predictions
+class_counts.json training images per class
 result.json       written once, at the end
-lock              held while the run is going on
+lock              held during the run
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RunFolder:
     """The folder of one run.
 
     Args:
-        path: it may not exist yet.
+        path: the folder, which may not exist yet.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -81,15 +81,15 @@ class RunFolder:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it holds a result."""
+        """Whether the run has a result."""
         return self.result_file.exists()
 
     def prepare(self, config: RunConfig) -> None:
         """Create, check and lock the folder, and write the configuration.
 
         Raises:
-            UserError: if it belongs to another configuration or another process, holds something
-                else, or cannot be written to.
+            UserError: if it belongs to another configuration or another process, has other
+                content, or cannot be written to.
         """
         with writing(self.path):
             self.checkpoints.path.mkdir(parents=True, exist_ok=True)
@@ -98,14 +98,14 @@ class RunFolder:
             self.write_config(config)
 
     def check_checkpoint_config(self, config: RunConfig, saved: Mapping[str, Any]) -> None:
-        """Check that a checkpoint is of this configuration, whatever config.yaml says by now.
+        """Check that a checkpoint has this configuration, even if config.yaml was edited.
 
         Args:
-            config: of the run.
+            config: the run's configuration.
             saved: `computation_settings` when the checkpoint was written.
         """
-        # A checkpoint of an earlier version may lack settings; they are as they are now. Those of
-        # the architecture are only written where they are given.
+        # Settings that a checkpoint of an earlier version lacks are taken from `config`.
+        # Architecture settings are only written if given.
         model = dataclasses.replace(config.model, overrides={})
         values = settings.to_dict(dataclasses.replace(config, model=model))
         for name, value in saved.items():
@@ -113,8 +113,8 @@ class RunFolder:
         before = settings.from_dict(RunConfig, values)
         if changes := describe_changes(changed_settings(before, config, same_path)):
             raise UserError(
-                f"{self.config_file} was changed since the checkpoint was written ({changes}), and "
-                f"the run would become another one; put that back, or train with these settings "
+                f"{self.config_file} was changed since the checkpoint was written ({changes}), "
+                f"which would make it another run; restore it, or train with these settings "
                 f"in another folder"
             )
 
@@ -125,12 +125,12 @@ class RunFolder:
         free = shutil.disk_usage(self.path).free
         if free < needed:
             raise UserError(
-                f"run folder {self.path} needs {needed / 1e6:.0f} MB for checkpoints and its disk "
+                f"run folder {self.path} needs {needed / 1e6:.0f} MB for checkpoints, but its disk "
                 f"has {free / 1e6:.0f} MB left; make room or choose another disk"
             )
 
     def recorded_classes(self) -> list[str]:
-        """The classes of a run that has a checkpoint or a result; none of others."""
+        """The classes of a run that has a checkpoint or a result; else empty."""
         begun = self.is_finished or any(self.path.glob("checkpoints/*.ckpt"))
         return self.classes() if begun and self.classes_file.exists() else []
 
@@ -143,12 +143,12 @@ class RunFolder:
         return read_config(self.path)
 
     def read_result(self, whole: bool = False) -> dict[str, Any] | None:
-        """The content of result.json, or None while the run is not finished; as `read_result`."""
+        """The content of result.json, or None while the run is not finished."""
         return read_result(self.path, whole)
 
     @property
     def curve(self) -> list[dict[str, float]]:
-        """One dictionary of numbers per evaluation (`metrics.csv`), empty cells left out."""
+        """One dictionary of numbers per evaluation (`metrics.csv`), without empty cells."""
         return _numbers(self.metrics_file)
 
     @property
@@ -160,15 +160,15 @@ class RunFolder:
         """The content of environment.json; empty before the run's first start.
 
         Raises:
-            UserError: if the file is something else.
+            UserError: if the file is malformed.
         """
         return read_shaped(self.environment_file, {"starts?": [dict]}, {})
 
     def class_counts(self) -> dict[str, int]:
-        """Training images by class; empty if that was not recorded.
+        """Training images by class; empty if not recorded.
 
         Raises:
-            UserError: if the file is something else.
+            UserError: if the file is malformed.
         """
         return read_shaped(self.counts_file, dict[str, int], {})
 
@@ -176,7 +176,7 @@ class RunFolder:
         """The images that could not be read, each with a `reason`.
 
         Raises:
-            UserError: if the file is something else.
+            UserError: if the file is malformed.
         """
         if not self.skipped_file.exists():
             return []
@@ -194,8 +194,8 @@ class RunFolder:
         """The predictions of the validation images.
 
         Raises:
-            UserError: if the file is something else.
-            FileNotFoundError: if there is none.
+            UserError: if the file is malformed.
+            FileNotFoundError: if the file does not exist.
         """
         return Predictions.read(self.predictions_file, self.classes())
 
@@ -221,7 +221,7 @@ class RunFolder:
 def _numbers(table: Path) -> list[dict[str, float]]:
     if not table.exists():
         return []
-    with wrap_errors(f"{table} holds something that is not a number", TypeError, ValueError):
+    with wrap_errors(f"{table} has a cell that is not a number", TypeError, ValueError):
         return [
             {name: float(cell) for name, cell in row.items() if name and cell}
             for row in read_rows(table, {"step": int})
@@ -232,9 +232,9 @@ class FolderLock:
     """A lock on a run folder, shared by the processes of one run.
 
     The main process of a run takes the lock exclusively (`acquire`), which shows that no other run
-    holds it, and then shares it with its other processes (`join`). A run whose launcher was killed
-    therefore keeps the folder while one of its processes lives. The system releases the lock when
-    the last of them ends. The main process is the one that made this object.
+    holds it, and then shares it with its other processes (`join`). If the launcher is killed, the
+    folder thus stays locked while one of the run's processes lives. The system releases the lock
+    when the last of them ends. The main process is the one that created this object.
 
     Args:
         path: the lock file; it stays when the lock is released.
@@ -269,13 +269,13 @@ class FolderLock:
         """Share the lock in another process of the run.
 
         Raises:
-            UserError: if another run holds it by now.
+            UserError: if another run holds the lock.
         """
         self._file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115
         self._share()
 
     def check(self) -> None:
-        """Check, before something is written, that the folder is still where it was locked.
+        """Check, before writing, that the folder is still where it was locked.
 
         Raises:
             RunFailed: if it was moved, or another folder has taken its place.
@@ -287,7 +287,7 @@ class FolderLock:
                 return
         raise RunFailed(
             f"run folder {self.path.parent} was moved, removed or replaced during its run, which "
-            f"stops here; `locality train --resume FOLDER` goes on where the folder is now"
+            f"stops here; `locality train --resume FOLDER` continues it in its new place"
         )
 
     def release(self) -> None:
@@ -334,6 +334,6 @@ class FolderLock:
         self.release()
         raise UserError(
             f"run folder {self.path.parent} is in use by another run (process {holder.get('pid')} "
-            f"on {holder.get('host')} or what is left of it); wait for it, end it, or choose "
+            f"on {holder.get('host')}, or its remaining processes); wait for it, end it, or choose "
             f"another folder"
         )

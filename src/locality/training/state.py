@@ -1,4 +1,4 @@
-"""The state of a run: what a checkpoint holds."""
+"""The state of a run, as saved in checkpoints."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class TrainState:
     """The counters of a run, saved with every checkpoint.
 
     Attributes:
-        step: updates finished, skipped ones included.
+        step: updates finished, including skipped ones.
         evaluated: step of the last evaluation; -1 before the first.
-        loss_sum, num_correct, num_images: of the training images since the last evaluation.
+        loss_sum, num_correct, num_images: sums over training images since the last evaluation.
         row: the last evaluation.
         best: the best evaluation, if the run keeps its best weights.
         bad_losses: updates skipped.
@@ -59,8 +59,8 @@ class Components:
         schedule: sets the learning rates of a step.
         ema: the averaged weights, if the run keeps them.
         objective: the loss.
-        notes: what is assumed of the teacher.
-        scaler: the gradient scaler; it only acts in float16.
+        notes: assumptions about the teacher.
+        scaler: the gradient scaler, only active in float16.
     """
 
     objective_class: type[Objective] = Objective
@@ -94,7 +94,7 @@ class Components:
         self.scaler = GradScaler(run.device_type, enabled=run.precision == "fp16-mixed")
 
     def module(self) -> nn.Module:
-        """The module that training calls: images → outputs, of which the loss is computed."""
+        """The module that training calls: images → outputs for the loss."""
         return self.model
 
     def state(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class Components:
         """Restore a checkpoint; returns its counters.
 
         Raises:
-            DamagedCheckpoint: if it is of another model.
+            DamagedCheckpoint: if it belongs to another model.
         """
         try:
             self.model.load_state_dict(state["model"])
@@ -121,4 +121,4 @@ class Components:
             return TrainState(**state["progress"])
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())
-            raise DamagedCheckpoint(f"the checkpoint is not of this model: {reason}") from error
+            raise DamagedCheckpoint(f"the checkpoint does not fit this model: {reason}") from error
