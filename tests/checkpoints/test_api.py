@@ -237,7 +237,7 @@ def test_convert_there_and_back_without_being_told_any_layout(key_map, tmp_path,
     [
         ("out.npz", {}, "out.npz"),
         ("out.npz", {"to": "convit"}, ".safetensors"),
-        ("out", {"to": "convit"}, "one file"),
+        ("out", {"to": "convit"}, "a .safetensors, .pth, .pt or .bin file"),
         ("out.pth", {"to": "convti"}, "convit"),
         ("out.pth", {"to": "deit"}, "gpsa_layers"),
         ("there.safetensors", {}, "there.safetensors"),
