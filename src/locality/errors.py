@@ -210,7 +210,7 @@ class CheckpointNotSaved(RunFailed):
 
 
 class ProcessKilled(RunFailed):
-    """A child process was killed by an unexpected signal.
+    """A required process was killed by an unexpected signal.
 
     Attributes:
         what: description of the process.

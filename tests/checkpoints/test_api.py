@@ -289,7 +289,7 @@ def test_our_own_weights_are_told_by_their_shapes(tmp_path):
         read(tmp_path / "tiny.pth")
     odd = build("convit_nano", embed_dim=20)
     torch.save(odd.state_dict(), tmp_path / "odd.pth")
-    with pytest.raises(UserError, match="table"):
+    with pytest.raises(UserError, match="cannot infer the model"):
         read(tmp_path / "odd.pth")
 
 

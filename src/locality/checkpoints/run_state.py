@@ -215,7 +215,7 @@ class CheckpointFolder:
         return f"the one of step {self.saved_step} is kept"
 
     def keep_best(self) -> None:
-        """Keep a copy of the last checkpoint as the best."""
+        """Keep the last checkpoint also as the best."""
         last = self.path / LAST
         # The last one is missing if the run resumed from the previous one.
         _link(last if last.exists() else self.path / PREVIOUS, BEST, shutil.copyfile)
