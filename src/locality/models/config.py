@@ -45,8 +45,7 @@ class Architecture:
     """Base of the configurations of all families.
 
     Attributes:
-        img_size: native image size, a number or (height, width); sets the grid of the position
-            embeddings.
+        img_size: image size, a number or (height, width); sets the grid of the position embeddings.
         in_chans, num_classes: channels of the images, classes of the classifier.
         global_pool: input of the classifier: "token", the class token; "avg", the mean over
             patches; "" all tokens, for models without a classifier.
@@ -158,9 +157,9 @@ class ViTConfig(Architecture):
         patch_size: side of a patch in pixels.
         embed_dim: token width.
         depth: number of blocks.
-        num_heads: number of heads; divides `embed_dim`.
+        num_heads: heads per layer; divides `embed_dim`.
         mlp_ratio: hidden width of the MLPs over `embed_dim`.
-        qkv_bias: add a bias to queries, keys and values (DeiT: True, ConViT: False).
+        qkv_bias: bias on queries, keys and values (DeiT: True, ConViT: False).
         gpsa_layers: number of first blocks with positional attention (10 of 12 in the paper).
         positional_attention: "gpsa" (gated, Eq. 7), "psa" (one softmax, Eq. 4; Fig. 9), or "conv",
             a convolution with the largest kernel that the heads could represent.
@@ -319,7 +318,7 @@ class StageConfig:
 
     Attributes:
         embed_dim: token width C.
-        num_heads: number of heads; divides C.
+        num_heads: heads per layer; divides C.
         depth: number of blocks.
         embed_kernel, embed_stride, embed_padding: the token embedding's convolution (Eq. 1).
             Kernel = stride without padding is a patch embedding (Table 6).
@@ -329,7 +328,7 @@ class StageConfig:
         projection: "conv", "linear" (Table 8), "avg" or "microsoft_avg"; see `Projection`.
         projection_kernel: side of the projections' window.
         kv_padding: padding of the key and value projections; half the window if None.
-        qkv_bias: add a bias to the projections' linear parts.
+        qkv_bias: bias of the projections' linear parts.
         use_pos_embed: add a learned position embedding to the stage's patches (Table 5).
         drop_path_rate: stochastic depth, rising linearly from 0 to this over the stage's blocks.
 
@@ -421,7 +420,8 @@ class CvTConfig(Architecture):
 
     Attributes:
         stages: one `StageConfig` per stage.
-        activation: of the MLPs: the authors' "quick_gelu", x·σ(1.702x), or the exact "gelu".
+        activation: activation of the MLPs: the authors' "quick_gelu", x·σ(1.702x), or the exact
+            "gelu".
         attention_scale: scale of the attention scores: "width", C^−½, as in the authors' weights,
             or "head", the usual d^−½.
     """
