@@ -290,7 +290,7 @@ def test_weights_that_overflow(tmp_path):
     with answering([*words, "--port", "0"]) as started:
         for path in ("/predict", "/attention"):
             status, answer = request(started.address, "POST", path, photo())
-            assert status == 500 and "logits that are not finite" in json.loads(answer)["detail"]
+            assert status == 500 and "gives non-finite logits" in json.loads(answer)["detail"]
 
 
 def test_a_third_hostile_eight_at_a_time(ask, process):

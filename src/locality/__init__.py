@@ -3,8 +3,8 @@
     >>> import locality
     >>> model = locality.create_model("convit_tiny", num_classes=10)
 
-`create_model` and `list_models` make models, `save` and `load` keep them, `train` fits them, `fit`
-does so on a folder of images, and `transform` makes a transformer of a convolutional network.
+`create_model` builds the models of `list_models`; `save` and `load` store them; `train` trains, and
+`fit` trains on a folder of images; `transform` turns a convolutional network into a transformer.
 """
 
 from __future__ import annotations

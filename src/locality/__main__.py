@@ -1,4 +1,4 @@
-"""`python -m locality` is the command `locality`."""
+"""Entry point of `python -m locality`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Speed and memory of a model beside its peers, measured in turn."""
+"""Speed and memory of a model compared with its peers, in interleaved rounds."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ Work = Callable[[], object]
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call of several pieces of work, taken in turn.
+    """Seconds per call of several contenders, from interleaved rounds.
 
     Attributes:
-        seconds: by label, one number per round.
+        seconds: label → seconds of each round.
     """
 
     seconds: dict[str, list[float]]
@@ -45,7 +45,7 @@ class Timing:
         return statistics.median(self.seconds[label])
 
     def ratios(self, label: str, reference: str) -> list[float]:
-        """How many times as fast as `reference`, round by round: neighbours share the noise."""
+        """Speed relative to `reference` in each round, in which both see the same load."""
         pairs = zip(self.seconds[reference], self.seconds[label], strict=True)
         return [theirs / ours for theirs, ours in pairs]
 
@@ -67,10 +67,10 @@ def interleave(
     warmup: int = 2,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Timing:
-    """Time each piece of work once per round, all of them in every round.
+    """Time each piece of work once per round.
 
-    Other load then slows all contenders equally, and the ratio within a round varies less than
-    absolute times. `warmup` rounds come first. On CUDA, device events replace `clock`.
+    Other load then slows all contenders equally, and ratios within a round vary less than absolute
+    times. `warmup` rounds come first. On CUDA, device events replace `clock`.
     """
     for _ in range(warmup):
         for function in work.values():
@@ -124,7 +124,7 @@ def training_step(model: nn.Module, images: Tensor, autocast: Callable[[], objec
 
 
 def peak_memory(function: Work, device: torch.device) -> int | None:
-    """Bytes that the work allocates on a CUDA device at its peak; None elsewhere."""
+    """Peak bytes that the work allocates on a CUDA device; None on others."""
     if device.type != "cuda":
         return None
     function()
@@ -136,7 +136,7 @@ def peak_memory(function: Work, device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-# What two programs may differ by that compute the same logits in another order.
+# Maximum relative difference of logits computed in a different order.
 TOLERANCE = {"fp32": 2e-5, "bf16": 0.1}
 
 
@@ -153,25 +153,25 @@ def run_benchmark(
     threads: int | None = None,
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Measure an architecture with random weights, and its peers.
+    """Measure a model with random weights, and its peers.
 
     Args:
-        model: whose architecture, or its name.
+        model: a model, of which only the architecture is used, or a name.
         against: see `peers`.
-        img_size: in pixels; the model's unless given.
+        img_size: in pixels; default the model's.
         batch_size: images per call.
         precision: "fp32", or "bf16" for autocast.
-        compiled: by torch.compile.
+        compiled: use torch.compile.
         tasks: "inference", "training" (forward, backward, AdamW).
-        rounds: how often each contender is timed.
-        threads: of the processor; torch's choice unless given.
+        rounds: number of times each contender is timed.
+        threads: CPU threads; default torch's choice.
         device: "auto", "cpu" or "cuda".
 
     Returns:
         a plain dictionary: `model`, `machine`, and `rows`, one per task and contender.
 
     Raises:
-        UserError: if the peer does not exist, or its logits differ from ours on equal weights.
+        UserError: if there is no peer, or its logits differ with the same weights.
     """
     place = torch.device(resolve_accelerator(device))
     if threads is not None:
@@ -202,7 +202,7 @@ def run_benchmark(
 
 
 def randomise(model: nn.Module, seed: int = 0) -> None:
-    """Move every weight and running statistic off its initial value, so that all of them matter."""
+    """Perturb every weight and running statistic, so that all of them affect the logits."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -216,10 +216,10 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
 
 
 def peers(model: ImageClassifier, against: str) -> dict[str, nn.Module]:
-    """What to measure `model` against, by label; the first has its weights.
+    """Models to compare with, by label.
 
-    Against timm: timm's model of the same name, and a plain timm ViT of the same width, depth and
-    heads as the floor a transformer of this size has. Against transformers: its CvT.
+    "timm": timm's model of the same name with the same weights, if it has one, and a plain timm ViT
+    of the same width, depth and heads. "transformers": its CvT with the same weights.
     """
     return lookup("library", against, _PEERS)(model)
 
@@ -230,7 +230,7 @@ def _timm_peers(model: ImageClassifier) -> dict[str, nn.Module]:
         return {"timm": copy.deepcopy(model.model)}
     if not isinstance(config, ViTConfig):
         raise UserError(
-            f"timm has no {model.variant}; measure the CvT models with --against transformers"
+            f"timm has no {model.variant}; measure CvT models with --against transformers"
         )
     found: dict[str, nn.Module] = {}
     if model.variant in TIMM_NAMES:
@@ -253,10 +253,9 @@ def _transformers_cvt(model: ImageClassifier) -> dict[str, nn.Module]:
 
     if isinstance(model.config, ViTConfig):
         raise UserError(
-            f"transformers is the peer of the CvT models; measure {model.variant} with "
-            f"--against timm"
+            f"transformers has only CvT models; measure {model.variant} with --against timm"
         )
-    # Its MLPs have the exact GELU, always.
+    # transformers' CvT always uses the exact GELU.
     config = dataclasses.replace(model.config, activation="gelu")
     state = KEY_MAPS["cvt-transformers"].from_native(model.state_dict(), config)
     stages = model.config.stages
@@ -281,7 +280,7 @@ _PEERS = {"timm": _timm_peers, "transformers": _transformers_cvt}
 
 
 class _LogitsWrapper(nn.Module):
-    """A transformers model called like ours: images in, logits out."""
+    """A transformers model as images → logits."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -294,8 +293,8 @@ class _LogitsWrapper(nn.Module):
 def _contenders(
     model: ImageClassifier | str, size: int | None, against: str, device: torch.device
 ) -> dict[str, Any]:
-    """Ours and its peers on one device."""
-    # transformers' CvT has the exact GELU, so ours is measured with it too.
+    """The model and its peers on one device."""
+    # The exact GELU, as in transformers' CvT.
     fields: dict[str, Any] = {"activation": "gelu"} if against == "transformers" else {}
     if size is not None:
         fields["img_size"] = size
@@ -309,10 +308,13 @@ def _contenders(
 
 
 def _check_logits(contenders: dict[str, Any], images: Tensor, precision: str) -> float | None:
-    """Nothing is timed before the peer with our weights, if there is one, has given our logits.
+    """Check that the peer with the same weights, if any, gives the same logits.
 
     Returns:
-        the largest difference.
+        the largest difference, or None without a peer.
+
+    Raises:
+        UserError: if it exceeds `TOLERANCE`.
     """
     largest = None
     for label in contenders.keys() & _PEERS:
@@ -322,16 +324,17 @@ def _check_logits(contenders: dict[str, Any], images: Tensor, precision: str) ->
         share = largest / max(1.0, theirs.float().abs().max().item())
         if not share <= TOLERANCE[precision]:
             raise UserError(
-                f"{contenders['locality'].variant} and its {label} peer differ by {share:.2g} of "
-                f"the largest logit in {precision} with equal weights; nothing was timed"
+                f"with equal weights, logits of {contenders['locality'].variant} and its {label} "
+                f"peer differ by {share:.2g} of the largest in {precision}; nothing was timed"
             )
     return largest
 
 
 def timed_rows(timing: Timing, images: int, what: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row per contender; `images` are those of a call, and `what` says what was called.
+    """One row per contender: the fields `what` and the throughput for `images` per call.
 
-    Beside a peer stands our speed over its own: the median over rounds, and their middle half.
+    Rows of peers also have locality's speed relative to the peer's: the median over rounds, and the
+    middle half.
     """
     ours = next(label for label in reversed(timing.seconds) if label.startswith("locality"))
     rows = []
@@ -345,9 +348,9 @@ def timed_rows(timing: Timing, images: int, what: dict[str, Any]) -> list[dict[s
 
 
 def _for_task(contenders: dict[str, nn.Module], task: str) -> Iterator[tuple[str, nn.Module]]:
-    """The contenders ready for a task: training works on copies, so that weights stay equal.
+    """The contenders prepared for a task; training uses copies, so that weights stay equal.
 
-    For inference a model that has a faster form made for it (`fuse()`) is measured in both forms.
+    For inference, models that can be fused are measured both ways.
     """
     for label, model in contenders.items():
         if task == "training":
@@ -363,7 +366,7 @@ def _megabytes(count: int | None) -> float | None:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Hardware and versions, to go with every measurement."""
+    """Hardware and versions, stored with every measurement."""
     return {
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name(),
@@ -376,7 +379,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-# Title of a column → what stands in it.
+# Column title → text of a row's cell.
 _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "task": lambda row: row["task"],
     "px": lambda row: str(row["img_size"]),
@@ -392,7 +395,7 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def to_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """The rows of a result as text: header and cells, without columns that are empty."""
+    """The rows of a result as a header and cells of text, without empty columns."""
     columns = {title: [text(row) for row in rows] for title, text in _COLUMNS.items()}
     shown = {title: column for title, column in columns.items() if any(column)}
     return [*shown], [list(line) for line in zip(*shown.values(), strict=True)]

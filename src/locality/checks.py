@@ -1,4 +1,4 @@
-"""Values checked against types with bounds, which msgspec reads; a failure names the setting."""
+"""Check values against types with bounds, by msgspec; errors name the setting."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from msgspec import Meta
 
 from locality.errors import UserError, unknown
 
-_LARGEST = sys.float_info.max  # a bound that infinity and NaN are beyond
+_LARGEST = sys.float_info.max  # excludes infinity and NaN
 
-# The published models have 0.3 billion parameters, widths to 1,024, depths to 24 and images to 384
-# pixels; what lies far beyond, here and in `models.config`, is a mistake or a hostile file.
+# Published models have at most 0.3 billion parameters, width 1,024, depth 24 and 384-pixel images.
+# Values far beyond these, here and in `models.config`, are a mistake or a hostile file.
 Natural = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
 Depth = Annotated[int, Meta(ge=1, le=512)]
@@ -26,7 +26,7 @@ Width = Annotated[int, Meta(ge=1, le=32_768)]
 Pixels = Annotated[int, Meta(ge=1, le=8192)]
 if TYPE_CHECKING:
     ImageSize = int | tuple[int, int]
-else:  # not tuple[Pixels, Pixels], beside which msgspec 0.22 crashes on a bounded number
+else:  # msgspec 0.22 crashes on a bounded number in a union with tuple[Pixels, Pixels]
     ImageSize = Pixels | Annotated[tuple[Pixels, ...], Meta(min_length=2, max_length=2)]
 Finite = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
 NotNegative = Annotated[float, Meta(ge=0, le=_LARGEST)]
@@ -41,10 +41,10 @@ type_hints = cache(typing.get_type_hints)
 
 
 def typed(name: str, value: Any, hint: Any) -> Any:
-    """`value` as a type asks for: lists become tuples, whole numbers become floats.
+    """`value` converted to a type: lists become tuples, integers become floats if required.
 
     Raises:
-        UserError: naming the setting, its value and what is accepted.
+        UserError: with the setting, its value and what is accepted.
     """
     try:
         return msgspec.convert(value, hint)
@@ -59,7 +59,7 @@ def typed(name: str, value: Any, hint: Any) -> Any:
 
 
 def _in_words(error: msgspec.ValidationError) -> str:
-    """What msgspec says of a value, with the place in it that is meant."""
+    """msgspec's message, with the place inside the value."""
     said, _, place = str(error).replace("array", "list").partition(" - at `$")
     said = said.replace(f"<= {_LARGEST}", "< inf").replace(f">= -{_LARGEST}", "> -inf")
     place = place.replace("[...]", ", an entry")
@@ -76,24 +76,24 @@ def choices(hint: Any) -> list[str]:
 
 
 def one_of(name: str, value: object, accepted: Iterable[str]) -> None:
-    """`value` has to be one of `accepted`; an error has the nearest."""
+    """Check that `value` is one of `accepted`; the error suggests the nearest."""
     typed(name, value, Literal[*accepted])
 
 
 def integer(name: str, value: object, low: int, high: int = 2**63 - 1) -> None:
-    """`value` has to be a whole number from `low` to `high`."""
+    """Check that `value` is an integer from `low` to `high`."""
     typed(name, value, Annotated[int, Meta(ge=low, le=high)])
 
 
 def shaped(where: str, value: object, wanted: Any) -> None:
-    """A value read from a file has to be built as another program will use it.
+    """Check the structure of a value read from JSON or YAML.
 
     Args:
-        where: whose value, for the message.
-        value: of JSON or YAML.
-        wanted: a type (float: any finite number); [what each item of a list is]; or
-            {name: what the entry of that name is}, where more names may be there. A name that ends
-            in "?" may be missing, or its value be null.
+        where: name of the value in messages.
+        value: the value.
+        wanted: a type (float: any finite number), [structure of each item], or
+            {name: structure of the entry}; other names are allowed. An entry whose name ends in "?"
+            may be missing or null.
     """
     try:
         msgspec.convert(value, _as_type(wanted))

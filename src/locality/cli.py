@@ -1,7 +1,7 @@
-"""The command `locality`: names, help, and what an error looks like. The work is elsewhere.
+"""The command `locality`: subcommands, help and error output.
 
-Each command is a function (arguments) → exit code | None, imported when it is called, so that
-`--help` answers at once.
+Each subcommand is a function (arguments) → exit code | None, imported when it is called, so that
+`--help` is fast.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from locality import __version__
 from locality.errors import RunFailed, one_line, out_of_memory, printable, unknown
 
-# name → (function, as MODULE:NAME in `locality.commands` or in a package by its whole name; help)
+# name → (function, as MODULE:NAME in `locality.commands` or with a full module path; help)
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("train:demo", "train ConViT and its DeiT baseline on digits and write a report"),
     "models": ("models:architectures", "list the models: sizes, cost, public weights"),
@@ -28,36 +28,36 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "search for a CvT's strides and MLP ratios, block by block",
     ),
     "finetune": ("train:finetune", "fine-tune on a custom dataset, from pretrained weights"),
-    "compare": ("reports:compare", "which of several models suits a custom dataset"),
+    "compare": ("reports:compare", "compare several models on a custom dataset"),
     "eval": ("images:evaluate", "accuracy of a run, a checkpoint or public weights"),
     "predict": ("images:predict", "classify images"),
     "report": ("reports:report", "write an HTML report from run folders"),
     "explore": (
         "images:explore",
-        "write a page where one clicks a patch and sees what every head looks at",
+        "write a page that shows every head's attention for a clicked patch",
     ),
-    "serve": ("images:serve", "a page on this machine to try a model on images, and an endpoint"),
+    "serve": ("images:serve", "serve a model as a local web page and an HTTP endpoint"),
     "figure": ("images:figure", "draw one of the papers' figures from runs or models"),
     "reproduce": (
         "locality_papers.commands:reproduce",
-        "run a table or figure of either paper, by name",
+        "reproduce a table or figure of either paper, by name",
     ),
     "benchmark": ("models:benchmark", "speed and memory against timm and transformers"),
-    "convert": ("models:convert", "turn weights from one format into another"),
-    "transform": ("models:transform", "put gated attention in the place of a CNN's convolutions"),
+    "convert": ("models:convert", "convert weights from one format to another"),
+    "transform": ("models:transform", "replace a CNN's convolutions by gated attention"),
     "export": ("models:export", "write a model as ONNX or a torch.export program"),
     "data": ("images:folders", "check a folder of images"),
 }
 
-# Errors in what the user gave, or in the files and folders they named.
+# Errors in the user's input, or in the files and folders given.
 USER_ERRORS = (ValueError, OSError, ImportError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `locality ARGUMENTS`; returns the exit code.
+    """Run `locality ARGUMENTS` and return the exit code.
 
-    0 done · 1 failed · 2 wrong input, said in one sentence · 130 and 143 interrupted, resumable ·
-    137 a process of it was killed, resumable · 141 nobody read the output any longer.
+    0 success · 1 failed · 2 wrong input, with a one-line message · 130 and 143 interrupted,
+    resumable · 137 a process was killed, resumable · 141 the reader of the output closed it.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     _open_streams()
@@ -66,20 +66,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # Whoever read the output, such as `head`, has seen enough.
+        # The reader, for example `head`, has closed the pipe.
         code = 141
     except OSError as error:
         with contextlib.suppress(OSError):
             print(f"locality: output cannot be written: {one_line(error)}", file=sys.stderr)
         code = 2
-    # Python would flush once more.
+    # Python flushes the streams again at exit.
     for stream in (sys.stdout, sys.stderr):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return code
 
 
 def _open_streams() -> None:
-    """Have what was closed open, since files would take its place, and any text be printable."""
+    """Reopen closed standard streams, whose descriptors files would get, and escape any text."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -92,7 +92,7 @@ def _open_streams() -> None:
 
 
 def _answer(given: list[str]) -> int:
-    """The exit code of a command; what stopped it is said."""
+    """Run a command; print its error, if any, and return the exit code."""
     try:
         with contextlib.redirect_stdout(_Printable(sys.stdout)):
             return _run(given) or 0
@@ -130,7 +130,7 @@ def load_command(name: str) -> Callable[[Sequence[str]], int | None]:
 
 
 def _with_underscores(word: str) -> str:
-    """`--dry-run` and `--data.val-part=0.1` as commands know them; what is no option as it is."""
+    """Replace hyphens in an option's name: `--dry-run` → `--dry_run`; other words are unchanged."""
     name, equals, value = word.partition("=")
     return f"--{name[2:].replace('-', '_')}{equals}{value}" if name.startswith("--") else word
 
@@ -149,7 +149,7 @@ def usage() -> str:
             "",
             "`locality COMMAND --help` lists a command's options.",
             'Completion in bash and zsh: eval "$(locality --completion)"',
-            "Set LOCALITY_TRACEBACK=1 to see where an error came from.",
+            "Set LOCALITY_TRACEBACK=1 to see the traceback of an error.",
         ]
     )
 
@@ -170,7 +170,7 @@ _PRINTED = {
 
 
 class _Printable:
-    """Standard output, on which names of files that hold control characters are spelt out."""
+    """Standard output that escapes control characters, which filenames may contain."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

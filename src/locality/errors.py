@@ -1,4 +1,4 @@
-"""Errors that are written for the person who reads them."""
+"""User-facing errors."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Letters of a message: no sentence is longer, but what it quotes may be.
+# Characters of a message; quoted text may be longer.
 _LONGEST = 2000
-# Up to this many names are listed even if one of them is near.
+# Up to this many known names are listed even if there is a near match.
 _FEW = 5
-# At most this many are listed.
+# At most this many known names are listed.
 _MOST = 25
 
 
 class UserError(ValueError):
-    """Something the user gave cannot be used; the message says what, and what to do instead.
+    """Invalid user input; the message says what is wrong and what to do.
 
-    The command line prints it as one line and exits with code 2.
+    The command line prints it on one line and exits with code 2.
     """
 
 
 class UnknownSetting(UserError, TypeError):
-    """A setting by a name that does not exist: to Python and timm, an unexpected argument."""
+    """An unknown setting; a `TypeError`, as for an unexpected argument in Python and timm."""
 
 
 class NonFiniteLogits(UserError):
-    """Logits of a model are infinite or not a number, so that they mean no class."""
+    """A model's logits are infinite or NaN."""
 
 
 class RunFailed(RuntimeError):
     """A run had to stop; the message says why, what is kept, and what to do.
 
     Attributes:
-        exit_code: what the process should exit with.
+        exit_code: exit code of the process.
     """
 
     exit_code = 1
@@ -48,7 +48,7 @@ class RunFailed(RuntimeError):
 
 @contextlib.contextmanager
 def prefix_errors(what: object) -> Iterator[None]:
-    """Put `what`, such as a file, in front of the message of a `UserError` in the block."""
+    """Prefix the message of a `UserError` in the block with `what`, for example a file."""
     try:
         yield
     except UserError as error:
@@ -57,7 +57,7 @@ def prefix_errors(what: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def wrap_errors(sentence: str, *errors: type[Exception]) -> Iterator[None]:
-    """Turn a library's `errors` in the block into a `UserError`: `sentence`, and the reason."""
+    """Convert a library's `errors` in the block to a `UserError`: `sentence`, and the reason."""
     try:
         yield
     except UserError:
@@ -67,7 +67,7 @@ def wrap_errors(sentence: str, *errors: type[Exception]) -> Iterator[None]:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """`text` as a terminal may show it: control characters, as file names may have, spelt out."""
+    """`text` with control characters escaped, which filenames may contain."""
     if text.isprintable():
         return text
     return "".join(
@@ -76,7 +76,7 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message without line breaks and control characters, shortened in its middle."""
+    """An error's message on one line, escaped, and shortened in the middle if long."""
     said = str(error)
     if isinstance(error, OSError) and error.strerror and error.filename:
         said = f"{error.filename}: {error.strerror}"
@@ -87,19 +87,20 @@ def one_line(error: BaseException) -> str:
 
 
 def some(names: Iterable[str], most: int = 5, quote: str = "'") -> str:
-    """A few names, and how many more there are."""
+    """The first `most` names, and the number of others."""
     names = list(names)
     text = ", ".join(f"{quote}{name}{quote}" for name in names[:most])
     return f"{text} and {len(names) - most} more" if len(names) > most else text
 
 
 def near(given: str, accepted: Iterable[str], texts: Mapping[str, str] = {}) -> list[str]:
-    """The names most like the given one, three at most; a setting may be given by its last part.
+    """The up to three nearest names; the last part of a dotted name also matches.
 
     Args:
         given: the name as the user wrote it.
-        accepted: every name that exists.
-        texts: what some of them mean, in which the given name may stand: "learning_rate" is `lr`.
+        accepted: all known names.
+        texts: help texts by name, in which the given name is also searched: "learning_rate" finds
+            `lr`.
     """
     word = given.replace("-", "_")
     last: dict[str, list[str]] = {}
@@ -126,14 +127,14 @@ def unknown(
     error: type[UserError] = UserError,
     texts: Mapping[str, str] = {},
 ) -> UserError:
-    """The error for a name that does not exist, with the nearest one that does.
+    """The error for an unknown name, suggesting the nearest.
 
     Args:
-        kind: what was looked up, in the singular ("model", "recipe").
+        kind: kind of name, in the singular ("model", "recipe").
         given: the name as the user wrote it.
-        accepted: every name that exists.
-        error: the exception to make.
-        texts: what some of them mean, for `near`.
+        accepted: all known names.
+        error: exception class.
+        texts: help texts by name, for `near`.
     """
     names = sorted(accepted)
     found = near(given, names, texts)
@@ -144,7 +145,11 @@ def unknown(
 
 
 def lookup(kind: str, name: str, table: Mapping[str, T]) -> T:
-    """What a table of things of some `kind` has under a name; else an error with the nearest."""
+    """The entry of a table by name.
+
+    Raises:
+        UserError: for an unknown name (suggesting the nearest).
+    """
     if name not in table:
         raise unknown(kind, name, table)
     return table[name]
@@ -153,7 +158,7 @@ def lookup(kind: str, name: str, table: Mapping[str, T]) -> T:
 def check_known(
     kind: str, given: Iterable[str], accepted: Iterable[str], error: type[UserError]
 ) -> None:
-    """Raise an `error` for the first name that is not accepted, with the nearest that is."""
+    """Raise an `error` for the first unknown name, suggesting the nearest."""
     accepted = list(accepted)
     for name in given:
         if name not in accepted:
@@ -161,13 +166,13 @@ def check_known(
 
 
 def require(purpose: str, install: str, *modules: str) -> None:
-    """Check that the packages a `purpose` needs are there, or say what to `pip install`."""
+    """Check that packages are installed; the error says what to `pip install`."""
     if missing := [name for name in modules if importlib.util.find_spec(name) is None]:
         raise UserError(f"{purpose} needs {' and '.join(missing)}: pip install '{install}'")
 
 
 class OutOfMemory(RunFailed):
-    """Memory ran out, in this process and where it could be said."""
+    """Memory ran out in this process."""
 
 
 _NO_MEMORY = re.compile(
@@ -176,8 +181,7 @@ _NO_MEMORY = re.compile(
 
 
 def out_of_memory(error: BaseException) -> OutOfMemory | None:
-    """The error to raise in the place of a library's, if that, or one before it, is for want of
-    memory."""
+    """The error to raise instead of a library's, if it or one of its causes is lack of memory."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, MemoryError) or (
@@ -186,33 +190,33 @@ def out_of_memory(error: BaseException) -> OutOfMemory | None:
             else not isinstance(cause, UserError) and _NO_MEMORY.search(str(cause))
         ):
             return OutOfMemory(
-                f"memory ran out ({one_line(cause)}): smaller batches or images need less, and the "
-                f"limit may be the container's or the shell's (ulimit -v)"
+                f"memory ran out ({one_line(cause)}); use smaller batches or images, or raise a "
+                f"limit of the container or shell (ulimit -v)"
             )
         cause = None if isinstance(cause, UserError) else cause.__cause__ or cause.__context__
     return None
 
 
 class NonFiniteLoss(RunFailed):
-    """The loss of a step was infinite or not a number; the update was not made."""
+    """The loss of a step is infinite or NaN; the update was not made."""
 
 
 class NonFiniteWeights(RunFailed):
-    """Weights became infinite or not a number; they were not saved."""
+    """Weights are infinite or NaN; they were not saved."""
 
 
 class CheckpointNotSaved(RunFailed):
-    """A checkpoint could not be written; the message says what is still there."""
+    """A checkpoint could not be written; the message says which earlier one is kept."""
 
 
 class ProcessKilled(RunFailed):
-    """A process that another one needs was ended by a signal that was not meant to stop it.
+    """A required process was killed by an unexpected signal.
 
     Attributes:
-        what: the process, in words.
-        signum: the signal; SIGKILL is what a system short of memory sends.
-        resumes: what it was for goes on from a checkpoint.
-        exit_code: 128 + the signal's number, 137 after SIGKILL, as a shell has it.
+        what: description of the process.
+        signum: the signal; the kernel sends SIGKILL when memory runs out.
+        resumes: whether the work resumes from a checkpoint.
+        exit_code: 128 + the signal's number as in a shell, 137 for SIGKILL.
     """
 
     def __init__(self, what: str, signum: int = signal.SIGKILL, resumes: bool = False) -> None:
@@ -225,8 +229,8 @@ class ProcessKilled(RunFailed):
         if self.signum == signal.SIGKILL:
             how = "was killed from outside (SIGKILL), most often because memory ran out"
         elif self.signum == signal.SIGBUS:
-            how = "died of SIGBUS, since shared memory is full (give Docker --shm-size=1g)"
-        then = "goes on from the last checkpoint" if self.resumes else "starts again"
+            how = "died of SIGBUS because shared memory is full (with Docker, use --shm-size=1g)"
+        then = "resumes from the last checkpoint" if self.resumes else "starts again"
         return f"{self.what} {how}; the same command {then}"
 
 
@@ -236,8 +240,7 @@ class Interrupted(RunFailed):
     Attributes:
         signum: the signal.
         step: steps finished and saved.
-        exit_code: what the process should exit with: 128 + the signal's number (130 after Ctrl-C,
-            143 after SIGTERM).
+        exit_code: 128 + the signal's number (130 after Ctrl-C, 143 after SIGTERM).
     """
 
     def __init__(self, signum: int, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, read only as far as is sensible."""
+"""Atomic writing, and reading with limits on size and nesting."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ import yaml
 from locality import checks
 from locality.errors import UserError, wrap_errors
 
-# What is read as text, hundreds of times what this library writes; YAML takes longer to read.
+# Hundreds of times the size of this library's own files; YAML is slower to read.
 LARGEST_TEXT = 16 << 20
 LARGEST_YAML = 1 << 20
-# Of JSON and YAML: lists in lists, and values in all; of YAML: names in one mapping, since numbers
-# as names may have one hash.
+# Limits of JSON and YAML: nesting and number of values. YAML also: names in one mapping, since
+# numeric names can be chosen to have equal hashes.
 _DEEPEST = 50
 _MOST_VALUES = 1_000_000
 _MOST_YAML_VALUES = 50_000
 _MOST_NAMES = 1000
-# Decoders and file systems let go of Python's lock; network file systems answer many at once.
+# Decoding and reading release the GIL; network file systems serve many requests at once.
 _THREADS = 16
-# The bytes of a file in which its mark has to be.
+# A file's mark must be in its first bytes.
 _MARKED = 4096
 _AT_ONCE = 100
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-# libyaml's parser where PyYAML comes with it: ten times as fast, for hundreds of run folders.
+# libyaml's parser, if available, is ten times as fast, which matters for hundreds of run folders.
 _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_SafeLoader):
-    """YAML 1.2's idea of a number: PyYAML takes 1e-3 for text, and 1:30 for 90."""
+    """Numbers as in YAML 1.2: PyYAML reads 1e-3 as text, and 1:30 as 90."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's own name and form)
         first: [(tag, form) for tag, form in resolvers if not tag.endswith((":int", ":float"))]
@@ -67,7 +67,7 @@ for _tag, _form in {
 
 
 def open_file(path: Path | str | os.PathLike[str], most: int | None = None) -> io.BufferedReader:
-    """Open a regular file for reading: a pipe would be waited for, and a device may never end."""
+    """Open a regular file for reading; pipes, which may block, and devices are refused."""
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     status = os.fstat(file.fileno())
     if not stat.S_ISREG(status.st_mode):
@@ -76,12 +76,12 @@ def open_file(path: Path | str | os.PathLike[str], most: int | None = None) -> i
         raise UserError(f"{path} is {what}, not a file")
     if most is not None and status.st_size > most:
         file.close()
-        raise UserError(f"{path} is larger than {most / 1e6:.0f} MB, the most that is read")
+        raise UserError(f"{path} is larger than the limit of {most / 1e6:.0f} MB")
     return file
 
 
 def in_threads(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """`function` of every item, such as a file's path, in order."""
+    """Apply `function` to every item in threads; results are in order."""
     with ThreadPool(_THREADS) as pool:
         yield from pool.imap(function, items, chunksize=_AT_ONCE)
 
@@ -109,7 +109,7 @@ def read_json(path: Path | str) -> dict[str, Any]:
 
 
 def read_shaped(path: Path, wanted: Any, missing: Any = None) -> Any:
-    """The JSON object in a file, built as `checks.shaped` says; `missing` if there is no file."""
+    """The JSON object in a file, checked by `checks.shaped`; `missing` if it does not exist."""
     if not path.exists():
         return missing
     content = read_json(path)
@@ -118,7 +118,7 @@ def read_shaped(path: Path, wanted: Any, missing: Any = None) -> Any:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """The value that a JSON text holds; errors call it `where`."""
+    """The value of a JSON text; `where` names it in errors."""
     try:
         content = json.loads(text)
     except ValueError as error:
@@ -135,16 +135,16 @@ def read_yaml(path: Path | str) -> Any:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The value that a YAML text holds, read by a safe loader."""
+    """The value of a YAML text, read by a safe loader; `where` names it in errors."""
     with wrap_errors(f"{where} is not valid YAML", yaml.YAMLError, ValueError, TypeError):
         _check_events(yaml.parse(text, _Loader), where)
         return _Loader(text).get_single_data()
 
 
 def _check_events(events: Iterable[Any], where: str) -> None:
-    """Check the extent of YAML before anything is built, which has no limits of its own."""
+    """Check the limits of YAML before building values; PyYAML has none."""
     anchors: dict[str | None, int] = {}
-    # Of each collection that is open: its anchor, values wherever references lead, direct values.
+    # For each open collection: its anchor, values including referenced ones, direct values.
     inside: list[list[Any]] = [[None, 0, 0]]
     count = 0
     for event in events:
@@ -159,14 +159,14 @@ def _check_events(events: Iterable[Any], where: str) -> None:
                 raise UserError(f"{where} holds more than {_MOST_NAMES:,} names in one place")
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor not in anchors:
-                raise UserError(f"{where}: *{event.anchor} refers to itself, or to nothing")
+                raise UserError(f"{where}: *{event.anchor} refers to itself or is not defined")
             size = anchors[event.anchor]
             count += size
         elif isinstance(event, yaml.ScalarEvent):
             size = anchors[event.anchor] = 1
             count += 1
         if (tag := getattr(event, "tag", None)) is not None:
-            raise UserError(f"{where}, line {event.start_mark.line + 1}: leave out the tag {tag}")
+            raise UserError(f"{where}, line {event.start_mark.line + 1}: remove the tag {tag}")
         inside[-1][1] += size
         inside[-1][2] += size > 0
         if count + len(inside) > _MOST_YAML_VALUES:
@@ -178,13 +178,16 @@ def _check_events(events: Iterable[Any], where: str) -> None:
 def read_rows(
     path: Path | str, wanted: Mapping[str, Callable[[str], object]] = {}
 ) -> list[dict[str, str]]:
-    """The rows of a CSV file by column; a last line that was not finished is left out.
+    """The rows of a CSV file as dictionaries; an unfinished last line is ignored.
 
     Args:
-        wanted: columns that have to be there, each with a function that raises an error for a cell
-            which does not belong there.
+        path: the file.
+        wanted: required columns, each with a function that raises an error for an invalid cell.
+
+    Raises:
+        UserError: for a missing or invalid cell.
     """
-    # Cells may be names of files, which need not be UTF-8.
+    # Cells may be filenames, which need not be UTF-8.
     text = read_bytes(path).decode(errors="surrogateescape")
     with wrap_errors(f"{path} is not CSV", csv.Error):
         cells = csv.reader(io.StringIO(text[: text.rfind("\n") + 1]))
@@ -204,7 +207,7 @@ def number(cell: str) -> float | None:
     """The finite number in a cell; None if it is empty.
 
     Raises:
-        ValueError: if it is another text.
+        ValueError: if it is not a finite number.
     """
     value = float(cell) if cell else None
     if value is not None and not math.isfinite(value):
@@ -214,23 +217,23 @@ def number(cell: str) -> float | None:
 
 def gunzip(path: Path | str, what: str, most: int) -> bytes:
     """The content of a gzip file that holds `what`, at most `most` bytes."""
-    with wrap_errors(f"{path} is no {what}", EOFError, gzip.BadGzipFile, zlib.error):
+    with wrap_errors(f"{path} is not a valid {what}", EOFError, gzip.BadGzipFile, zlib.error):
         content = gzip.GzipFile(fileobj=open_file(path, most)).read(most + 1)
     if len(content) > most:
-        raise UserError(f"{path} inflates to more than {most / 1e6:.0f} MB, the most that is read")
+        raise UserError(f"{path} inflates to more than the limit of {most / 1e6:.0f} MB")
     return content
 
 
 def csv_text(rows: Iterable[Iterable[object]]) -> str:
-    """Rows of a table, its heading among them, as CSV; None is an empty cell.
+    """Rows of a table, including the header, as CSV; None is an empty cell.
 
-    Names that a spreadsheet would compute, such as `=1+2.png`, have a `'` before them, which
-    `read_rows` takes off again.
+    Cells that a spreadsheet would take for a formula, for example `=1+2.png`, are prefixed with
+    `'`, which `read_rows` removes.
     """
     lines = []
     for row in rows:
         line = io.StringIO()
-        # The end of a line is also what is put into quotation marks inside a cell.
+        # The csv module quotes cells that contain characters of the line terminator.
         csv.writer(line, lineterminator="\r\n").writerow(
             f"'{cell}" if _is_formula(str(cell)) else cell for cell in row
         )
@@ -239,12 +242,12 @@ def csv_text(rows: Iterable[Iterable[object]]) -> str:
 
 
 def without_mark(cell: str) -> str:
-    """The cell without the `'` that `csv_text` puts before what a spreadsheet would compute."""
+    """The cell without the `'` that `csv_text` prefixes to formulas."""
     return cell[cell.startswith("'") and _is_formula(cell) :]
 
 
 def _is_formula(cell: str) -> bool:
-    """Whether a spreadsheet takes a cell for a formula, or would without the `'` before it."""
+    """Whether a spreadsheet would take a cell, without any leading `'`, for a formula."""
     inner = cell.lstrip("'")
     if not inner.startswith(("=", "+", "-", "@", "\t", "\r", "\n")):
         return False
@@ -277,11 +280,10 @@ def _too_deep(where: str) -> UserError:
 def atomic_file(path: Path | str) -> Iterator[IO[bytes]]:
     """Open a temporary binary file that becomes `path` when the block ends without an error.
 
-    The temporary file lies in the same folder, since renaming is atomic only within one file
-    system; it is flushed to disk before the rename and the folder after it, so that the new
-    content survives a power cut as soon as the block has been left. On an error the temporary
-    file is removed and `path` stays as it was. A link stays one: the file it points to is written.
-    Devices and pipes are written to.
+    The temporary file is in the same folder, since renaming is atomic only within a file system. It
+    is synced before the rename and the folder after it, so that the new content survives a power
+    cut. On an error it is removed and `path` is unchanged. For a symlink, its target is replaced;
+    devices and pipes are written directly.
     """
     path = Path(path)
     if path.exists() and not path.is_file() and not path.is_dir():
@@ -293,7 +295,7 @@ def atomic_file(path: Path | str) -> Iterator[IO[bytes]]:
         return
     path = Path(os.path.realpath(path))
     if path.is_symlink():
-        raise UserError(f"{path} is a link that leads to itself")
+        raise UserError(f"{path} is a symlink to itself")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         with open(temporary, "x+b") as file:
@@ -308,7 +310,7 @@ def atomic_file(path: Path | str) -> Iterator[IO[bytes]]:
 
 
 def write_atomic(path: Path | str, data: bytes | str) -> None:
-    """Write `data` to `path`, atomically and durably (text as UTF-8, file names as they are)."""
+    """Write `data` to `path`, atomically and durably; text as UTF-8 with surrogate escapes."""
     with atomic_file(path) as file:
         file.write(data.encode(errors="surrogateescape") if isinstance(data, str) else data)
 
@@ -324,62 +326,64 @@ def _sync_folder(folder: Path) -> None:
 def write_output(
     path: Path | str, data: bytes | str, mark: bytes = b"", overwrite: bool = False
 ) -> None:
-    """Write a file that somebody named, as `write_atomic`, if `check_output` agrees."""
+    """`write_atomic` after `check_output`."""
     check_output(path, mark, overwrite)
     write_atomic(path, data)
 
 
 def check_output(path: Path | str | None, mark: bytes = b"", overwrite: bool = False) -> None:
-    """Refuse to write a file in the place of one that is not this command's, or of a folder.
+    """Check that an output file may be written, without replacing files of other origin.
 
     Args:
-        path: None is where nothing is written.
-        mark: what the beginning of every file of this command holds; without one, no file with
-            content is replaced.
+        path: the output file; None if there is none.
+        mark: bytes at the start of every file that may be replaced; without a mark, only empty
+            files may be.
         overwrite: replace any file.
 
     Raises:
-        OSError: if what is there cannot be read.
-        UserError: if it has to stay.
+        OSError: if an existing file cannot be read.
+        UserError: if `path` is a folder, or a file that must not be replaced.
     """
     if path is None:
         return
     path = Path(path)
     if path.is_dir():
-        raise UserError(f"{path} is a folder; give the name of a file")
+        raise UserError(f"{path} is a folder; give a filename")
     if path.is_file() and path.stat().st_size and not overwrite:
         with open_file(path) as file:
             start = file.read(_MARKED)
         if not mark or mark not in start:
             raise UserError(
-                f"{path} is there already{', and not of this kind' * bool(mark)}; give another "
+                f"{path} already exists{' and is not of this kind' * bool(mark)}; give another "
                 f"name, or --overwrite (overwrite=True) to replace it"
             )
 
 
 def check_new_folder(folder: Path) -> None:
-    """Refuse a folder to be made that holds something, or whose own folder is not there."""
+    """Check that a folder is new or empty, and that its parent exists."""
     check_parent(folder)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder} is there already; give a new folder, or an empty one")
+        raise UserError(f"{folder} already exists; give a new or empty folder")
 
 
 def check_parent(path: Path | str | None) -> None:
-    """Refuse to write a file to a folder that is not there, before anything is computed."""
+    """Check that the folder of an output file exists."""
     if path is not None and not Path(path).parent.is_dir():
-        raise UserError(f"there is no folder {Path(path).parent} to write {Path(path).name} to")
+        raise UserError(
+            f"folder {Path(path).parent} does not exist; create it to write {Path(path).name}"
+        )
 
 
 class CsvTable:
-    """A CSV file that grows by a row at a time and can be cut back to a step.
+    """A CSV file to which rows are appended, and which can be cut back to a step.
 
     Args:
-        path: the file; it may exist.
-        columns: of numbers, which may be missing; the first is "step".
-        texts: those of the columns that hold text.
+        path: the file; may exist.
+        columns: names of the columns, the first "step"; numbers, which may be missing.
+        texts: the columns that hold text instead.
 
     Attributes:
-        text: the content since `cut`.
+        text: the whole content, once `cut` was called.
     """
 
     def __init__(self, path: Path, columns: Sequence[str], texts: Sequence[str] = ()) -> None:
@@ -389,17 +393,17 @@ class CsvTable:
         self.text = ""
 
     def rows(self, step: int) -> list[dict[str, str]]:
-        """The rows up to `step`, without a line that a killed process left half-written."""
+        """The rows up to `step`, without an unfinished last line."""
         if not self.path.exists():
             return []
         return [row for row in read_rows(self.path, self._cells) if int(row["step"]) <= step]
 
     def as_text(self, rows: Iterable[Mapping[str, Any]]) -> str:
-        """Rows as in the file, without the header."""
+        """Rows as CSV text, without the header."""
         return csv_text([row.get(column) for column in self.columns] for row in rows)
 
     def cut(self, step: int) -> list[dict[str, str]]:
-        """Remove the rows after `step`; returns the others."""
+        """Remove the rows after `step`; return the others."""
         rows = self.rows(step)
         self.text = csv_text([self.columns]) + self.as_text(rows)
         write_atomic(self.path, self.text)

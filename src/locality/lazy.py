@@ -1,4 +1,4 @@
-"""Packages whose names are imported on first use, so that asking for one does not load the rest."""
+"""Lazy imports of a package's names."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 
 def lazily(package: str, file: str) -> tuple[list[str], Callable[[str], Any]]:
-    """A package's `__all__`, and the `__getattr__` (PEP 562) that imports what is in it.
+    """A package's `__all__`, and a `__getattr__` (PEP 562) that imports its names on first use.
 
-    The names are those that the package imports for type checkers, so that they are listed once.
+    The names are those that the package imports for type checkers.
 
     Args:
         package: its `__name__`.
         file: its `__file__`, with `from MODULE import NAME as NAME` for each name below
-            `if TYPE_CHECKING:`. A module must not have the name of something it gives: once it is
-            imported, Python puts the module itself in that place.
+            `if TYPE_CHECKING:`. No submodule may have the same name as one of them: importing it
+            would replace the name by the module.
 
     Example:
         >>> __all__, __getattr__ = lazily(__name__, __file__)
     """
     with open(file, encoding="utf-8") as source:
-        # Over several lines where the names are long.
+        # Long imports span several lines.
         found = re.findall(r"^ +from (\S+) import \(?\s*(\w+) as", source.read(), re.MULTILINE)
     home = {name: module for module, name in found}
 

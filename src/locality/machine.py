@@ -1,4 +1,4 @@
-"""What measurements are taken on: the hardware, the versions and the commit."""
+"""The environment of measurements: hardware, versions and commit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from locality import __version__
 
 
 def processor_name() -> str:
-    """The processor's name as Linux tells it, or what Python knows."""
+    """The processor's name from /proc/cpuinfo, else from Python."""
     with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
         line = next(line for line in file if line.startswith("model name"))
         return line.partition(":")[2].strip()
@@ -26,20 +26,20 @@ def processor_name() -> str:
 
 
 def processors() -> int:
-    """How many processors this process may use."""
+    """The number of processors this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def memory(device_type: str) -> int:
-    """Bytes of memory that a process on a device of this type may use: "cpu", "cuda" or "mps"."""
+    """Bytes of memory available on a device type: "cpu", "cuda" or "mps"."""
     if device_type == "cuda":
         import torch
 
         return torch.cuda.get_device_properties(0).total_memory
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # Containers and batch systems allow less than there is.
+    # Containers and batch systems may set a lower limit.
     with contextlib.suppress(OSError, ValueError):
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return total
@@ -69,12 +69,12 @@ def describe_environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of the source tree this package lies in; None outside a git checkout.
+    """The commit of the package's source tree, or None outside a git checkout.
 
-    A "+" at its end says that files were changed since.
+    A trailing "+" marks uncommitted changes.
     """
     try:
-        # An installed copy may lie inside somebody else's checkout, which does not track it.
+        # An installed copy may be inside another project's checkout, which does not track it.
         _git("ls-files", "--error-unmatch", _HERE.name)
         return _git("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+")
     except (OSError, subprocess.SubprocessError):
@@ -88,6 +88,6 @@ def _git(*arguments: str) -> str:
 
 
 def is_main_process() -> bool:
-    """Whether this process is rank 0 of those that torchrun, srun or Fabric started, or alone."""
+    """Whether this process is rank 0 of torchrun, srun or Fabric, or the only process."""
     ranks = ("RANK", "SLURM_PROCID", "LOCAL_RANK", "NODE_RANK")
     return all(os.environ.get(rank, "0") == "0" for rank in ranks)

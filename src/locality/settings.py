@@ -1,7 +1,7 @@
-"""Configurations as plain values and YAML, and what differs between two of them.
+"""Configurations as plain values and YAML, and their differences.
 
-A configuration is a frozen dataclass: annotations are types with bounds (`locality.checks`), its
-docstring is the help. `OPEN` names the field for settings that it accepts beside its own.
+A configuration is a frozen dataclass: annotations are types with bounds (`locality.checks`), the
+docstring is the help. `OPEN` names the field that collects settings other than its own.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ T = TypeVar("T")
 Role = Literal["how", "label", "sample", "incidental", "run", "interface", "training"]
 """The role of a setting, in its field's metadata; most have none.
 
-    how         how a run is computed: may change on resuming, not part of its identity
-    label       for people, not part of a run's identity
-    sample      which images and random numbers: runs of one group differ in it
-    incidental  what a run writes, and rounding: runs of one group may differ in it
-    run         the folder of another run, which its name identifies wherever it lies
+    how         how a run is computed; may change on resuming, not part of a run's identity
+    label       for people; not part of a run's identity
+    sample      images and random numbers; runs of one group differ in it
+    incidental  outputs and rounding; runs of one group may differ in it
+    run         folder of another run, identified by its name and not its location
     interface   of a model: sizes of inputs and outputs, to which weights can be adapted
-    training    of a model: has no effect on what its trained weights compute
+    training    of a model: no effect on the function of trained weights
 """
 
 
 class Setting(NamedTuple):
-    """A setting of a configuration: its type, and what its class's docstring says of it."""
+    """A setting of a configuration: its type, and its help text from the class's docstring."""
 
     hint: Any
     text: str
 
 
 def settings_of(cls: Any, prefix: str = "") -> dict[str, Setting]:
-    """The settings of a configuration dataclass by dotted name, those of its groups among them."""
+    """The settings of a configuration dataclass and its groups, by dotted name."""
     return _settings_of(cls, prefix)
 
 
@@ -69,7 +69,7 @@ def _settings_of(cls: Any, prefix: str) -> dict[str, Setting]:
 
 
 def setting(default: Any, role: Role) -> Any:
-    """A dataclass's field with a role."""
+    """A dataclass field with a role."""
     return dataclasses.field(default=default, metadata={"role": role})
 
 
@@ -83,10 +83,10 @@ def with_role(cls: type, *roles: Role) -> frozenset[str]:
 
 
 def check(config: Any, prefix: str = "") -> None:
-    """Give each value of a configuration its setting's type; for `__post_init__`.
+    """Convert each value of a configuration to its setting's type; for `__post_init__`.
 
     Raises:
-        UserError: for the first that is none; `prefix` comes before its name.
+        UserError: for the first invalid value, with its name after `prefix`.
     """
     hints = type_hints(config.__class__, include_extras=True)
     for field in dataclasses.fields(config):
@@ -103,7 +103,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def _values(config: Any) -> dict[str, Any]:
-    """The values of a configuration by name, its groups as they are."""
+    """The values of a configuration by name; groups are not converted."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return values | values.pop(getattr(config, "OPEN", ""), {})
 
@@ -117,18 +117,18 @@ def _plain(value: Any) -> Any:
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
-    """The configuration of type `cls` that `to_dict` turned into `values`.
+    """Inverse of `to_dict`: the configuration of type `cls` with the given values.
 
-    What is missing takes its default. Settings that the class no longer has may still be there
-    with the value in its `REMOVED`, by which nothing changes, and those of `OPEN` in a group.
+    Missing settings get their defaults. Removed settings are accepted with the value in the class's
+    `REMOVED`, and settings of `OPEN` also as a group.
 
     Args:
         cls: a configuration dataclass.
         values: nested plain values.
-        path: dotted name of the whole, for messages.
+        path: dotted name of the configuration, for messages.
 
     Raises:
-        UserError: for a setting that does not exist (with the nearest) or has to be given, a wrong
+        UserError: for an unknown setting (suggesting the nearest), a missing required one, a wrong
             type, or a value out of range.
     """
     if not isinstance(values, Mapping):
@@ -154,7 +154,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         has_default = not field.default is field.default_factory is dataclasses.MISSING
         if field.name not in given and not has_default:
-            raise UserError(f"{path or 'the configuration'} lacks {field.name}")
+            raise UserError(f"{path or 'the configuration'}: missing required setting {field.name}")
     return cls(**given)
 
 
@@ -172,7 +172,7 @@ def replace(config: T, changes: Mapping[str, Any]) -> T:
         for group in groups:
             if group != getattr(cls, "OPEN", None):
                 inner = place.setdefault(group, {}) if isinstance(place, dict) else None
-                if dataclasses.is_dataclass(inner):  # one that nothing changes stays as it is
+                if dataclasses.is_dataclass(inner):  # only groups with changes are rebuilt
                     inner = place[group] = _values(inner)
                 place, cls = inner, type_hints(cls).get(group, object)
         if not isinstance(place, dict):
@@ -182,30 +182,30 @@ def replace(config: T, changes: Mapping[str, Any]) -> T:
 
 
 def parse(text: str, hint: Any, name: str) -> Any:
-    """The value of type `hint` that somebody typed for `name`: YAML, unless it is text."""
+    """Parse the text given for setting `name`: as YAML, unless `hint` is str."""
     if hint in (str, str | None):
         return None if hint is not str and text == "null" else text
     return typed(name, parse_yaml(text, name), hint)
 
 
 def unknown_setting(name: str, known: Mapping[str, Setting], kind: str = "setting") -> UserError:
-    """The error for a setting that does not exist, with the nearest."""
+    """The error for an unknown setting, suggesting the nearest."""
     texts = {name: setting.text for name, setting in known.items()}
     return unknown(kind, name, texts, texts=texts)
 
 
 def to_yaml(config: Any) -> str:
-    """A configuration as YAML, in the order it was declared."""
+    """A configuration as YAML, in declaration order."""
     return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
 
 
 def from_yaml(cls: type[T], text: str, where: str = "the configuration") -> T:
-    """The configuration that a YAML text describes.
+    """Read a configuration from YAML.
 
     Args:
         cls: a configuration dataclass.
-        text: YAML.
-        where: what to call the text in messages, such as its path.
+        text: YAML text.
+        where: name of the text in messages, for example its path.
     """
     values = parse_yaml(text, where)
     return from_dict(cls, {} if values is None else values)
@@ -217,9 +217,9 @@ def flatten(
     """Nested settings by dotted name.
 
     Args:
-        values: by name; groups of them in a mapping.
-        groups: so many levels of them are flattened.
-        prefix: what comes before each name.
+        values: settings by name, with groups as mappings.
+        groups: number of levels to flatten.
+        prefix: prefix of each name.
     """
     flat: dict[str, Any] = {}
     for name, value in values.items():

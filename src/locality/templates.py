@@ -1,4 +1,4 @@
-"""Pages from a package's templates."""
+"""Render pages from a package's templates."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 from locality.files import write_output
 
 PAGE_MARK = b'<meta name="generator" content="locality'
-"""What the pages of every command begin with, by which they may be replaced."""
+"""Found at the start of generated pages, which may therefore be overwritten."""
 
 
 def render(
     package: str, template: str, filters: Mapping[str, Callable[..., Any]] = {}, **content: Any
 ) -> str:
-    """A page from one of a package's `templates`; what the template asks for has to be given.
+    """Render one of a package's `templates`; undefined variables are errors.
 
     Args:
-        package: such as "locality.report".
-        template: the file's name.
-        filters: functions that the template may put values through.
-        content: the values; in HTML they are escaped unless they are markup.
+        package: for example "locality.report".
+        template: filename.
+        filters: additional Jinja filters.
+        content: variables; escaped in HTML unless they are markup.
     """
     environment = _environment(package, template.endswith(".html"))
     environment.filters |= filters
@@ -43,10 +43,10 @@ def _environment(package: str, escaped: bool) -> Any:
 
 
 def write_page(path: Path | str, text: str, overwrite: bool = False) -> Path:
-    """Write a page, atomically, and make its folder; the page's path.
+    """Write a page atomically, creating its folder; returns the path.
 
     Raises:
-        UserError: if something else stands there, and is not to be overwritten.
+        UserError: if another kind of file exists there, without `overwrite`.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Our models in timm's registry: `import locality.timm`, and timm's own functions know them.
+"""Registers the models in timm: `import locality.timm`.
 
-Each model `NAME` is registered as `locality_NAME`, so that nothing of timm's is shadowed:
-`timm.create_model("locality_convit_tiny", pretrained=True)`, timm's training and validation
-scripts, `features_only=True`. Public weights keep their tags: `locality_convit_tiny.fb_in1k`.
+Each model `NAME` is registered as `locality_NAME`, which shadows no timm model:
+`timm.create_model("locality_convit_tiny", pretrained=True)`. timm's training and validation scripts
+and `features_only=True` work too. Public weights keep their tags: `locality_convit_tiny.fb_in1k`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__: list[str] = []  # timm adds the names it registers
 
 
 def adapt_weights(state: dict[str, Tensor], model: ImageClassifier) -> dict[str, Tensor]:
-    """Weights of any format under our names, position embeddings resampled to the model's size.
+    """Convert weights of any format to native ones, and resample position embeddings.
 
-    The classifier and the first convolution are left to timm, which adapts them itself.
+    timm itself adapts the classifier and the first convolution.
 
     Raises:
-        UserError: if they are of no known format, or of another architecture than the model.
+        UserError: for weights of unknown format or another architecture.
     """
     key_map = detect_key_map(state)
     source = key_map.configuration(state, model.config)
@@ -52,12 +52,12 @@ def _make(
     **fields: Any,
 ) -> ImageClassifier:
     if isinstance(img_size, (list, tuple)) and img_size[0] == img_size[1]:
-        img_size = img_size[0]  # timm always says both
+        img_size = img_size[0]  # timm always gives both sides
     return build(name, img_size=img_size, **fields).to(device=device, dtype=dtype)
 
 
 def _entrypoint(name: str) -> Callable[..., Any]:
-    """The function that timm calls to build the model `name`."""
+    """timm's entry point for the model `name`."""
 
     def entrypoint(pretrained: bool = False, **kwargs: Any) -> Any:
         return build_model_with_cfg(
@@ -75,7 +75,7 @@ def _entrypoint(name: str) -> Callable[..., Any]:
 
 
 def _cfg(row: Variant, source: Source | None = None) -> dict[str, Any]:
-    """timm's description of a model and its weights."""
+    """timm's pretrained configuration of a model and its weights."""
     config = row.config
     hierarchical = isinstance(config, CvTConfig)
     given = source.preprocessing if source else Preprocessing(img_size=config.img_size)

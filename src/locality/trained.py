@@ -1,4 +1,4 @@
-"""A finished run as something to ask, and what a notebook shows of it.
+"""A finished run: evaluation, prediction, reports, and display in notebooks.
 
 >>> run = locality.fit("photos/", model="convit_mini", epochs=20)
 >>> run.evaluate(), run.predict("x.jpg"), run.report(), run.explore()
@@ -38,13 +38,13 @@ from locality.training import RunFolder, evaluate_run
 
 @dataclass(frozen=True, repr=False)
 class TrainedRun:
-    """A finished run: its folder, and what one wants of it. A notebook shows its learning curve.
+    """A finished run, displayed as its learning curve in a notebook.
 
     Attributes:
-        folder: of the run.
+        folder: the run folder.
 
     Raises:
-        UserError: if it holds no run, or the run has not finished.
+        UserError: if the folder does not hold a finished run.
     """
 
     folder: Path
@@ -53,8 +53,8 @@ class TrainedRun:
         object.__setattr__(self, "folder", Path(self.folder))
         if not RunFolder(self.folder).is_finished:
             raise UserError(
-                f"there is no finished run in {self.folder}; `locality.fit` or `locality train` "
-                f"makes one, or ends one that was interrupted"
+                f"no finished run in {self.folder}; start or resume one with `locality.fit` or "
+                f"`locality train`"
             )
 
     @cached_property
@@ -68,7 +68,7 @@ class TrainedRun:
 
     @cached_property
     def classifier(self) -> Classifier:
-        """Its model with its preprocessing and class names: images → probabilities."""
+        """The model with its preprocessing and class names: images → probabilities."""
         return open_model(self.folder)
 
     @property
@@ -77,7 +77,7 @@ class TrainedRun:
         return self.classifier.module()
 
     def evaluate(self, **options: Any) -> dict[str, Any]:
-        """Top-1, top-5 and loss on its validation images; as `training.evaluate_run`."""
+        """Top-1, top-5 and loss on the validation images; see `training.evaluate_run`."""
         return evaluate_run(self.folder, **options)
 
     @overload
@@ -85,15 +85,15 @@ class TrainedRun:
     @overload
     def predict(self, images: Any, top: int = 5) -> Any: ...
     def predict(self, images: Any, top: int = 5) -> Any:
-        """The most likely classes of an image, or of each in a list.
+        """The most likely classes of one or more images.
 
         Args:
             images: a file, PIL image, array (H, W) or (H, W, C) of 0 … 255, or tensor (C, H, W) of
-                0 … 1; or a list, a batch or a folder of such.
-            top: how many classes.
+                0 … 1; or a list, batch or folder of these.
+            top: number of classes.
 
         Returns:
-            a `Prediction`, or for a list, a batch or a folder a list of them.
+            a `Prediction`, or a list of them for a list, batch or folder.
 
         Raises:
             OSError, UserError: if an image cannot be read.
@@ -115,7 +115,7 @@ class TrainedRun:
         )
 
     def report(self, output: Path | str | None = None) -> Page:
-        """Measure the run if it was not, then write its report, by default into its folder.
+        """Write the run's report, by default in its folder; takes missing measurements first.
 
         Raises:
             OSError, UserError: if its images can no longer be read.
@@ -124,7 +124,7 @@ class TrainedRun:
         return Page(build_report([self.folder], output or self.folder / "report.html"))
 
     def explore(self, output: Path | str | None = None, count: int = 4) -> Page:
-        """Write the page on which one clicks a patch and sees what every head looks at.
+        """Write a page that shows every head's attention for a clicked patch.
 
         Raises:
             OSError, UserError: if its images can no longer be read.
@@ -150,26 +150,26 @@ class TrainedRun:
 
 
 def _as_picture(image: Any) -> Image.Image:
-    """An array or tensor as a PIL image.
+    """Convert an array or tensor to a PIL image.
 
     Raises:
-        UserError: if it is none of those that `TrainedRun.predict` takes.
+        UserError: for other types, shapes or values than `TrainedRun.predict` accepts.
     """
     is_float = isinstance(image, torch.Tensor) and image.is_floating_point()
     if is_float and not 0 <= image.min() <= image.max() <= 1:
-        raise UserError("the numbers of a tensor are outside 0 to 1; give images as they are")
-    wanted = "an image is a file, a PIL image, a uint8 array (H, W, C) or a tensor (C, H, W)"
+        raise UserError("the tensor has values outside 0 to 1; give images without normalisation")
+    wanted = "an image must be a file, PIL image, uint8 array (H, W, C) or tensor (C, H, W)"
     with wrap_errors(wanted, TypeError, ValueError):
         return to_pil_image(image).convert("RGB")
 
 
 @dataclass(frozen=True, repr=False)
 class Prediction:
-    """An image's most likely classes; a notebook shows it beside them.
+    """The most likely classes of an image; a notebook shows both.
 
     Attributes:
-        classes: name → probability, the most likely first.
-        image: (H, W, 3) uint8, as it was cut for the model.
+        classes: name → probability, most likely first.
+        image: the cropped image, (H, W, 3) uint8.
     """
 
     classes: dict[str, float]
@@ -190,10 +190,10 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Page:
-    """A page that was written; a notebook shows it.
+    """A written HTML page, displayed in a notebook.
 
     Attributes:
-        path: of its one file, which needs no other.
+        path: the self-contained file.
     """
 
     path: Path

@@ -1,9 +1,8 @@
-"""Our models in Hugging Face transformers: `import locality.transformers`, and its Auto classes,
-pipelines and `Trainer` know them.
+"""Registers the models in Hugging Face transformers: `import locality.transformers`.
 
-`from_locality` gives what transformers uses of anything `locality.load` opens. The other way needs
-no function: `model.locality` is the model, and a folder that `save_pretrained` or `Trainer` wrote
-is one of ours too, which `locality.load` and every command open.
+Auto classes, pipelines and `Trainer` then support them. `from_locality` converts anything that
+`locality.load` opens. In the other direction, `model.locality` is the model, and `locality.load`
+and all commands open folders written by `save_pretrained` or `Trainer`.
 """
 
 from __future__ import annotations
@@ -49,15 +48,15 @@ from transformers.utils import can_return_tuple  # noqa: E402
 
 
 class LocalityConfig(PreTrainedConfig):
-    """The configuration of a model; its `config.json` is also that of a folder of ours.
+    """The configuration of a model; its `config.json` is also one of the native format.
 
-    The number and the names of the classes are transformers' `num_labels` and `id2label`.
+    The number and names of the classes are transformers' `num_labels` and `id2label`.
 
     Attributes:
-        name: of the variant, "timm/NAME" of timm's, or None; its architecture is the default.
+        name: a model name or "timm/NAME", or None; determines the default architecture.
         architecture: `family`, and the fields of that family's configuration.
         input: the fields of the `Preprocessing`, or None if unknown.
-        format, version: of the description.
+        format, version: format name and version of the description.
 
     Raises:
         UserError: for an unknown name, family or field, or a value out of range.
@@ -86,7 +85,7 @@ class LocalityConfig(PreTrainedConfig):
             self.label2id = {str(name): int(i) for i, name in (self.id2label or {}).items()}
 
     def checkpoint(self) -> Checkpoint:
-        """The described checkpoint, without weights."""
+        """The checkpoint of this configuration, without weights."""
         labels = [str(label) for _, label in sorted((self.id2label or {}).items())]
         unnamed = labels == [f"LABEL_{index}" for index in range(len(labels))]
         content = {name: getattr(self, name) for name in ("format", "version", "name", "input")}
@@ -95,23 +94,23 @@ class LocalityConfig(PreTrainedConfig):
         return Checkpoint.from_description(content, {})
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as transformers writes it and as `locality.load` reads it."""
+        """The fields of transformers and of the native format."""
         return super().to_dict() | self.checkpoint().describe()
 
 
 class LocalityForImageClassification(PreTrainedModel):
-    """A model of this library as a classifier of transformers.
+    """A model of this library as a transformers classifier.
 
     Attributes:
         locality: the `ImageClassifier`.
 
     Args:
-        config: its configuration.
-        model: of that configuration; one with random weights unless given.
+        config: the configuration.
+        model: a model of that configuration; default one with random weights.
     """
 
     config_class = LocalityConfig
-    base_model_prefix = WRAPPER  # weights without it are read as well
+    base_model_prefix = WRAPPER  # weights without this prefix can also be loaded
     main_input_name = "pixel_values"
     input_modalities = "image"
     supports_gradient_checkpointing = True
@@ -129,18 +128,18 @@ class LocalityForImageClassification(PreTrainedModel):
 
         Args:
             pixel_values: the images.
-            labels: (B,) numbers of classes, or what `config.problem_type` asks for.
+            labels: class numbers (B,), or as required by `config.problem_type`.
         """
         logits = self.locality(pixel_values)
         loss = None if labels is None else self.loss_function(labels, logits, self.config)
         return ImageClassifierOutput(loss=loss, logits=logits)
 
     def init_weights(self) -> None:
-        """Nothing: `build` has done so, by the papers' initialisations."""
+        """Do nothing: `build` has initialised the weights as in the papers."""
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        """Fill what `from_pretrained` found no weights for, such as a classifier of new classes."""
+        """Initialise tensors missing in `from_pretrained`, for example a new classifier."""
         missing = {
             name: tensor
             for name, tensor in _tensors(self.locality).items()
@@ -160,13 +159,13 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 class LocalityImageProcessor(BaseImageProcessor):
-    """Images as `Classifier.prepare` makes them for a model.
+    """Preprocesses images like `Classifier.prepare`.
 
     Args:
-        fields: those of `Preprocessing`.
+        fields: fields of `Preprocessing`.
 
     Raises:
-        UserError: if they are not.
+        UserError: for an unknown field or an invalid value.
     """
 
     def __init__(self, image_processor_type: str | None = None, **fields: Any) -> None:
@@ -174,34 +173,34 @@ class LocalityImageProcessor(BaseImageProcessor):
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """The preprocessing of images."""
+        """The `Preprocessing`."""
         names = [field.name for field in dataclasses.fields(Preprocessing)]
         return from_dict(Preprocessing, {name: getattr(self, name) for name in names})
 
     @property
     def size(self) -> dict[str, int]:
-        """Of the result, in pixels; this and the next two as transformers' own scripts ask."""
+        """Output size in pixels; transformers' scripts use this and the next two properties."""
         return dict(zip(("height", "width"), self.preprocessing.size, strict=True))
 
     @property
     def image_mean(self) -> tuple[float, ...]:
-        """Of each channel, on the 0 … 1 scale."""
+        """Mean of each channel, on the 0 … 1 scale."""
         return self.preprocessing.mean
 
     @property
     def image_std(self) -> tuple[float, ...]:
-        """Of each channel, on the 0 … 1 scale."""
+        """Standard deviation of each channel, on the 0 … 1 scale."""
         return self.preprocessing.std
 
     def preprocess(self, images: Any, return_tensors: str | None = "pt") -> BatchFeature:
         """Images → `pixel_values` (B, C, H, W), normalised.
 
         Args:
-            images: one or a list of PIL images, arrays or tensors, as transformers takes them.
-            return_tensors: "pt", or "np" for NumPy's.
+            images: one or a list of PIL images, arrays or tensors.
+            return_tensors: "pt", or "np" for NumPy arrays.
 
         Raises:
-            UserError: if the model takes neither grey images nor coloured ones.
+            UserError: if the model takes neither 1 nor 3 channels.
         """
         flat: Any = make_flat_list_of_images(images)
         classifier = Classifier(type(self).__name__, nn.Identity(), self.preprocessing)
@@ -212,16 +211,16 @@ class LocalityImageProcessor(BaseImageProcessor):
 def from_locality(
     what: Path | str | ImageClassifier, preprocessing: Preprocessing | None = None, **options: Any
 ) -> tuple[LocalityForImageClassification, LocalityImageProcessor]:
-    """A model in evaluation mode, and its image processor.
+    """A transformers model in evaluation mode, and its image processor.
 
     Args:
-        what: a run folder, weights, a name: whatever `locality.load` opens; or a model, whose
+        what: a source accepted by `locality.load` (run folder, weights, name), or a model, whose
             weights are copied.
-        preprocessing: of a model's images; ImageNet's at its size unless given.
-        options: `variant`, `entry` and `settings` of `locality.load`; of a model, its `classes`.
+        preprocessing: preprocessing for a model; default ImageNet's at its image size.
+        options: `variant`, `entry` and `settings` of `locality.load`; for a model, `classes`.
 
     Raises:
-        FileNotFoundError, UserError: as `locality.load`.
+        FileNotFoundError, UserError: as in `locality.load`.
     """
     if isinstance(what, nn.Module):
         held = Checkpoint.of(what, preprocessing, **options)

@@ -201,7 +201,7 @@ def test_what_contradicts_timms_weights_is_refused(fields, named, tmp_path, rand
         ({"cls_token": [True, False, True]}, "cls_token"),
         ({"qkv_projection_method": ["avg"] * 3}, "qkv_projection_method"),
         ({"stride_q": [2, 1, 1]}, "stride_q"),
-        ({"model_type": "vit"}, "'vit' of transformers"),
+        ({"model_type": "vit"}, "type 'vit'"),
     ],
 )
 def test_what_cannot_be_read_of_transformers_is_refused(fields, named, tmp_path, randomise):

@@ -238,7 +238,7 @@ def test_anything_else_that_differs_is_refused(weights, name, fields):
 )
 def test_what_shapes_do_not_tell_has_to_agree_too(name, made_with, given, tmp_path):
     path = save(create_model(name, **made_with), tmp_path)
-    with pytest.raises(UserError, match="something else"):
+    with pytest.raises(UserError, match="but the model has"):
         create_model(name, weights=path, **given)
 
 

@@ -162,7 +162,7 @@ TAMPERED = {
     "a loop": (loop, "control flow"),
     "a condition": (condition, "control flow"),
     "a function": (function, "functions"),
-    "weights elsewhere": (outside, "weights are not in it"),
+    "weights elsewhere": (outside, "weights are external or sparse"),
     "an expansion of 4 TB": (expand, "a.onnx"),
     "40 GB of zeros": (filled, "a.onnx"),
     "images of 80,000 pixels": (resize, "a.onnx"),

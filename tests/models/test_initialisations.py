@@ -94,7 +94,7 @@ def test_trained_convolutions_fill_the_gated_layers_alone(tmp_path):
     net = made("convit_nano", "default", positional_attention="conv", **NANO)
     model, fresh = (made("convit_nano", "trained_conv", **NANO) for _ in range(2))
     assert load_weights(model, save(net, tmp_path / "net")) == [
-        "the gated layers start from the weights' convolutions"
+        "the gated layers are initialised from the weights' convolutions"
     ]
     block, conv = model.blocks[0].attn, net.blocks[0].attn.conv
     carried = block.proj.weight.unflatten(1, (9, 8))[:, 4] @ block.value_weight.view(9, 8, 72)[4]
@@ -129,7 +129,7 @@ def test_a_convit_starts_as_the_convolutional_net_where_its_heads_can_carry_it(
 
     before = away()
     assert load_weights(model, weights) == [
-        "the gated layers start from the weights' convolutions",
+        "the gated layers are initialised from the weights' convolutions",
         "the classifier is new and untrained: the weights have 10 classes, the model 5",
     ]
     assert away() < 0.1 * before

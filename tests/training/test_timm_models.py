@@ -89,7 +89,7 @@ def test_the_whole_life_of_a_run(tmp_path, capsys):
     said("report", run, "--output", str(tmp_path / "report.html"))
     assert NAME in (tmp_path / "report.html").read_text()
     assert cli.main(["convert", run, str(tmp_path / "x.pth"), "--to", "deit"]) == 2
-    assert "a model of timm's" in capsys.readouterr().err
+    assert "a timm model" in capsys.readouterr().err
 
 
 @pytest.mark.slow

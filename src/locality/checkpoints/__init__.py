@@ -1,6 +1,6 @@
 """Loading, converting, saving and exporting weights; public weights by name.
 
-Names are imported when they are first used, so that public weights can be listed without torch.
+Names are imported on first use, so that public weights can be listed without torch.
 """
 
 from __future__ import annotations

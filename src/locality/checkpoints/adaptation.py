@@ -1,4 +1,4 @@
-"""Weights loaded into a model of another image size, or with other channels, classes or gates."""
+"""Load weights into a model with another image size, other channels, classes or gates."""
 
 from __future__ import annotations
 
@@ -33,29 +33,31 @@ def load_weights(
     entry: str | None = None,
     classes: Sequence[str] | None = None,
 ) -> list[str]:
-    """Load weights into a model that may differ at its ends.
+    """Load weights into a model of another image size, with other channels or classes.
 
-    Position embeddings are resampled bicubically to the model's image size (relative encodings need
-    nothing). The first convolution is adapted to another number of channels as timm does: summed
-    over the channels for one, repeated and rescaled for more. A classifier for other classes keeps
-    the fresh weights it has; one for the same in another order is put into order. Each change is
-    logged. Everything between has to fit exactly, and nothing is assigned before everything has
-    been checked. Files in our own format say what shapes do not tell (heads, strides, the scale of
-    attention), and the model has to agree. Weights of a convolutional network go into a model that
-    has attention in the place of some convolutions as `transform` does it. The gated layers of a
-    ConViT start from the weights of its convolutional net as nearly as their heads allow, at the
-    model's own α and λ; with `init="trained_conv"` they alone start from weights.
+    Position embeddings are resampled bicubically to the model's image size. The first convolution
+    is adapted to another number of channels as in timm: summed over the channels for one, repeated
+    and rescaled for more. The classifier is kept if the classes are the same (reordered if need
+    be), else it stays newly initialised. All other weights must fit exactly, and nothing is
+    assigned before everything is checked. Settings that shapes do not determine (heads, strides,
+    attention scale) must agree with those in the file. Each change is logged.
+
+    If the model has attention in place of some convolutions of a network, that network's weights
+    are converted as by `transform`. From the weights of its convolutional net
+    (`positional_attention="conv"`), the gated layers of a ConViT are initialised with the best
+    approximation of the convolutions, at the model's α and λ; with `init="trained_conv"`, only
+    these layers are loaded.
 
     Args:
-        model: the model; nothing in it changes unless everything fits.
-        what, entry: as `locality.load` takes them.
-        classes: the names of the model's classes, if it has any.
+        model: the model; unchanged if the weights do not fit.
+        what, entry: as in `locality.load`.
+        classes: names of the model's classes, if any.
 
     Returns:
-        what was changed to make them fit, in sentences.
+        the changes made, as sentences.
 
     Raises:
-        FileNotFoundError: if there is nothing at `what`.
+        FileNotFoundError: if `what` does not exist.
         UserError: if the weights are damaged or do not fit, naming `what` and the cause.
     """
     target = model.config
@@ -69,7 +71,7 @@ def load_weights(
         convolutions = getattr(checkpoint.config, "positional_attention", "") == "conv"
         if convolutions and target.gpsa_layers and target.positional_attention == "gpsa":
             checkpoint = _from_convolutional_net(model, checkpoint)
-            changes += ["the gated layers start from the weights' convolutions"]
+            changes += ["the gated layers are initialised from the weights' convolutions"]
         fresh = model.state_dict()
         state = dict(checkpoint.state)
         changes += _classifier(state, checkpoint, target, fresh, classes)
@@ -79,8 +81,8 @@ def load_weights(
         if checkpoint.described:
             for name, (theirs, ours) in signature_diff(checkpoint.config, target).items():
                 raise UserError(
-                    f"these weights were made with {name}={theirs!r} and mean something else with "
-                    f"{name}={ours!r}, which the model has"
+                    f"these weights need {name}={theirs!r}, but the model has {name}={ours!r}; "
+                    "create it with the weights' value"
                 )
         check_finite(state)
     model.load_state_dict(state, strict=True)
@@ -90,8 +92,8 @@ def load_weights(
 
 
 def _from_convolutional_net(model: ImageClassifier, net: Checkpoint) -> Checkpoint:
-    """`model` with the convolutions of `net` in its gated layers; all else from `net` too, unless
-    the model's `init` is "trained_conv"."""
+    """`model` with the convolutions of `net` in its gated layers, and the other weights of `net`
+    unless the model's `init` is "trained_conv"."""
     started = copy.deepcopy(model)
     trained_conv(started, net.build())
     if model.config.init == "trained_conv":
@@ -113,21 +115,21 @@ def _classifier(
             return []
         if names is None:
             return [
-                f"the weights have no class names: the classifier's outputs are taken in order, "
+                f"the weights have no class names: the classifier's outputs are assigned in order, "
                 f"{numbered(classes)}"
             ]
         difference = class_difference({"the weights": names, "the data": classes})
         if not difference:
             order = list(map(names.index, classes))
             state |= {name: state[name][order] for name in own}
-            return ["the classifier's outputs are put into the order of the data's classes"]
+            return ["the classifier's outputs are reordered to match the data's classes"]
     for name in own:
         del state[name]
     state |= {
         name: each for name, each in fresh.items() if name.startswith(f"{target.classifier}.")
     }
     if target.num_classes == 0:
-        return [f"the classifier of {count} classes is left out"]
+        return [f"the classifier of {count} classes is not loaded"]
     why = difference or f"the weights have {count} classes, the model {target.num_classes}"
     return [f"the classifier is new and untrained: {why}"]
 
@@ -140,7 +142,7 @@ def _channels(state: State, source: Any, target: Any, fresh: State) -> list[str]
     if name in state:
         if given != 3:
             raise UserError(
-                f"these weights take {given} channels and the model {wanted}; only weights for 3 "
+                f"these weights take {given} channels, the model {wanted}; only weights for 3 "
                 f"channels can be adapted"
             )
         state[name] = adapt_input_conv(wanted, state[name])
@@ -151,14 +153,14 @@ def resample_pos_embeds(state: State, source: Any, target: Any, fresh: State) ->
     """Resample, in place, every position embedding of `state` whose grid differs.
 
     Args:
-        state: weights under our names.
-        source, target: the configurations they were made for, and are to be used with.
-        fresh: the target model's own state dict.
+        state: weights in the native format.
+        source, target: configurations of the weights and of the model.
+        fresh: the model's state dict.
 
     Returns:
-        what was changed, in sentences.
+        the changes made, as sentences.
     """
-    # Once here instead of in each forward pass, so that training continues from the new embedding.
+    # Here instead of in each forward pass, so that training continues from the new embedding.
     changes = []
     before, after = source.embeddings(), target.embeddings()
     for name in before.keys() & after.keys() & state.keys() & fresh.keys():

@@ -1,6 +1,6 @@
-"""`open_model` opens trained models, as a `Classifier`; `create_model` makes models by name.
+"""`open_model` opens a trained model as a `Classifier`; `create_model` builds models by name.
 
-A `Classifier` is a model with what is needed to classify images: preprocessing and class names.
+A `Classifier` is a model with its preprocessing and class names.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Classifier:
     """A model or graph with its preprocessing and class names.
 
     Attributes:
-        name: shown to users.
+        name: display name.
         logits: (B, C, H, W) normalised floats → (B, classes), without gradients.
-        preprocessing: of the images.
-        classes: names in the order of the logits, or None if unknown.
+        preprocessing: preprocessing of the images.
+        classes: class names in the order of the logits, or None if unknown.
         model: the PyTorch model, or None for an ONNX graph.
     """
 
@@ -58,12 +58,12 @@ class Classifier:
         preprocessing: Preprocessing | None = None,
         classes: Sequence[str] | None = None,
     ) -> Classifier:
-        """A classifier around a model, which is put into evaluation mode.
+        """A classifier around a model, which is set to evaluation mode.
 
-        Without a `preprocessing`, ImageNet's at the model's image size is taken.
+        The default `preprocessing` is ImageNet's at the model's image size.
 
         Raises:
-            UserError: if `preprocessing` makes images of other channels than the model takes.
+            UserError: if the channels of `preprocessing` and the model differ.
         """
         model = model.eval()
         preprocessing = default_preprocessing(preprocessing, model.img_size, model.in_chans)
@@ -76,10 +76,10 @@ class Classifier:
         )
 
     def __call__(self, images: Iterable[Image.Image]) -> Tensor:
-        """PIL images → probabilities (B, classes), each row summing to one; of none, none.
+        """PIL images → probabilities (B, classes); (0, 0) for no images.
 
         Raises:
-            UserError: as `prepare` and `check_logits`.
+            UserError: as in `prepare` and `check_logits`.
         """
         batch = self.prepare(images)
         if not len(batch):
@@ -89,59 +89,63 @@ class Classifier:
         return logits.softmax(dim=-1)
 
     def check_logits(self, logits: Tensor) -> None:
-        """Refuse logits, (B, classes), that mean no class.
+        """Check that the logits (B, classes) are finite.
 
         Raises:
-            NonFiniteLogits: if one is infinite or not a number.
+            NonFiniteLogits: if one is infinite or NaN.
         """
         wrong = int((~logits.isfinite()).any(dim=-1).sum())
         if not wrong:
             return
-        said = f"{self.name} gives {wrong} of {len(logits)} images logits that are not finite"
+        said = f"{self.name} gives non-finite logits for {wrong} of {len(logits)} images"
         if self.model is not None:
             state = self.model.state_dict()
             largest = {name: float(each.abs().max()) for name, each in state.items()}
             name = max(largest, key=largest.__getitem__)
             said += f"; its largest weight is {largest[name]:.3g}, in {name}"
         raise NonFiniteLogits(
-            f"{said}; the weights are damaged, or diverged in training, or are too large for fp16: "
-            f"give others, such as an earlier checkpoint"
+            f"{said}; the weights are damaged, diverged in training, or are too large for fp16: "
+            f"use others, for example an earlier checkpoint"
         )
 
     def prepare(self, images: Iterable[Image.Image]) -> Tensor:
-        """PIL images as the model wants them, (B, C, H, W) normalised, on its device.
+        """PIL images → (B, C, H, W), resized and normalised, on the model's device.
 
-        Of images that are decoded as they are asked for, one at a time is in memory.
+        If `images` is lazy, one decoded image is in memory at a time.
 
         Raises:
-            UserError: if it wants neither grey images nor coloured ones.
+            UserError: if the model takes neither 1 nor 3 channels.
         """
         channels = len(self.preprocessing.mean)
         if channels not in MODES:
-            raise UserError(f"{self.name} takes {channels} channels, and pictures have 1 or 3")
+            raise UserError(f"{self.name} takes {channels} channels, but images have 1 or 3")
         transform = eval_transform(self.preprocessing)
 
         def prepared(image: Image.Image) -> Tensor:
             return transform(image.convert(MODES[channels]))
 
-        # A loop's variable would keep each image while the next one is decoded.
+        # A loop variable would keep each image alive while the next one is decoded.
         if not (pixels := list(map(prepared, images))):
             return torch.empty(0, channels, *self.preprocessing.size)
         batch = normalise(pixels, self.preprocessing)
         return batch if self.model is None else batch.to(next(self.model.parameters()).device)
 
     def label(self, index: int) -> str:
-        """The name of a class, or its number where there is none."""
+        """The name of a class, or its number if names are unknown."""
         return str(index) if self.classes is None else self.classes[index]
 
     def top_classes(self, probabilities: Tensor, top: int = 5) -> dict[str, float]:
-        """One image's probabilities, (classes,) → those of its most likely classes, best first."""
+        """Probabilities of one image, (classes,) → {class: probability} of the `top` largest."""
         best = probabilities.topk(min(top, len(probabilities)))
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         return {self.label(index): value for index, value in pairs}
 
     def module(self) -> ImageClassifier:
-        """The PyTorch model."""
+        """The PyTorch model.
+
+        Raises:
+            UserError: for an ONNX graph.
+        """
         if self.model is None:
             raise graph_not_model(self.name)
         return self.model
@@ -150,10 +154,10 @@ class Classifier:
 def default_preprocessing(
     given: Preprocessing | None, img_size: int | tuple[int, int], in_chans: int
 ) -> Preprocessing:
-    """The preprocessing given, if its channels fit the model; ImageNet's unless given."""
+    """`given`, after checking its channels; ImageNet's preprocessing if None."""
     if given is not None and len(given.mean) != in_chans:
         raise UserError(
-            f"the preprocessing has mean and std of {len(given.mean)} channels, and the model "
+            f"the preprocessing has mean and std for {len(given.mean)} channels, but the model "
             f"takes {in_chans}"
         )
     if given is None:
@@ -170,11 +174,11 @@ def open_model(
     """Open a trained model or an exported graph as a `Classifier`.
 
     Args:
-        what: as `read`, or an `.onnx` file.
-        variant, entry, settings: as `read`.
+        what: as in `read`, or an `.onnx` file.
+        variant, entry, settings: as in `read`.
 
     Raises:
-        FileNotFoundError, UserError: as `read`.
+        FileNotFoundError, UserError: as in `read`.
     """
     kind = detect_kind(what, entry)
     if kind == "graph":
@@ -184,8 +188,8 @@ def open_model(
     named = path.parent if path.name in WEIGHT_FILES else path
     if checkpoint.preprocessing is None:
         _log.warning(
-            f"{what} does not say how images are prepared: ImageNet's mean and deviation, bicubic "
-            f"resizing and a crop of 0.875 are assumed"
+            f"{what} does not specify its preprocessing; assuming ImageNet's mean and std, bicubic "
+            f"resizing and a crop of 0.875"
         )
     with prefix_errors(what):
         return Classifier.of(
@@ -202,10 +206,10 @@ def load(
     entry: str | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> ImageClassifier:
-    """Load a trained model, in evaluation mode; as `open_model`, without the rest.
+    """Load a trained model in evaluation mode; the `model` of `open_model`.
 
     Raises:
-        FileNotFoundError, UserError: as `read`, or if `what` is an exported graph.
+        FileNotFoundError, UserError: as in `read`, or if `what` is an exported graph.
     """
     return open_model(what, variant, entry, settings).module()
 
@@ -218,8 +222,8 @@ def _open_graph(path: Path) -> Classifier:
             found = torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0])
         if found.shape != (len(images), held.config.num_classes):
             raise UserError(
-                f"{path} answers {len(images)} images with numbers of shape {tuple(found.shape)}, "
-                f"and has {held.config.num_classes} classes; export the model again"
+                f"{path} returns an output of shape {tuple(found.shape)} for {len(images)} images "
+                f"and {held.config.num_classes} classes; export the model again"
             )
         return found
 
@@ -241,36 +245,36 @@ def create_model(
     out_indices: int | tuple[int, ...] | None = None,
     **overrides: Any,
 ) -> Any:
-    """Build a model by name, with fresh weights, public ones, or those of a file.
+    """Build a model by name, with random weights, public weights, or weights from a file.
 
-    The image size, the number of channels and of classes may differ from the weights': position
-    embeddings are resampled, the first convolution is adapted, and a classifier for other classes
-    is new. The log says so.
+    The image size and the numbers of channels and classes may differ from those of the weights:
+    position embeddings are resampled, the first convolution is adapted, and the classifier is newly
+    initialised. Each change is logged.
 
     Args:
-        name: one of `list_models()`; with a tag ("convit_tiny.fb_in1k") the model as those public
-            weights have it, image size included.
-        pretrained: load the public weights of that name; without a tag, the model's first.
-        weights: a file or folder to load from instead, of any format.
-        entry: which state dict to take, where `weights` has several.
-        num_classes, in_chans, img_size, patch_size: the model's own unless given.
-        features_only: give what timm's models give then: images → a list of feature maps
-            (B, C, H, W), with `feature_info`, instead of a classifier.
-        out_indices: which maps, as for `forward_intermediates`; the last three unless given.
-        overrides: any other field of its configuration.
+        name: one of `list_models()`; with a tag ("convit_tiny.fb_in1k"), the model of those public
+            weights, including their image size.
+        pretrained: load the public weights; without a tag in `name`, the model's first.
+        weights: a file or folder to load instead, in any format.
+        entry: the state dict to load, if `weights` has several.
+        num_classes, in_chans, img_size, patch_size: override the model's defaults.
+        features_only: return a timm feature extractor, images → list of feature maps (B, C, H, W),
+            with `feature_info`, instead of a classifier.
+        out_indices: which maps, as in `forward_intermediates`; default the last three.
+        overrides: any other field of the configuration.
 
     Returns:
         an `ImageClassifier`, or timm's `FeatureGetterNet` around one.
 
     Raises:
-        UserError: for an unknown name or field, for weights that do not fit, or if public weights
-            can neither be found nor downloaded; then it says which file is wanted, and where.
-        FileNotFoundError: if `weights` is not there.
+        UserError: for an unknown name or field, weights that do not fit, or public weights that are
+            not cached and cannot be downloaded (naming the file to fetch).
+        FileNotFoundError: if `weights` does not exist.
     """
     if pretrained and weights is not None:
         raise UserError("give either pretrained=True or weights=PATH, not both")
     if entry is not None and weights is None:
-        raise UserError("entry chooses among the state dicts of weights; give weights=PATH with it")
+        raise UserError("entry selects a state dict of weights; also give weights=PATH")
     row = source(name) if pretrained or "." in name else None
     if row is not None:
         img_size = row.preprocessing.img_size if img_size is None else img_size
@@ -288,5 +292,5 @@ def create_model(
     if features_only:
         return FeatureGetterNet(model, out_indices=3 if out_indices is None else out_indices)
     if out_indices is not None:
-        raise UserError("out_indices chooses feature maps; give features_only=True with it")
+        raise UserError("out_indices selects feature maps; also give features_only=True")
     return model

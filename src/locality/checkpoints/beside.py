@@ -1,8 +1,8 @@
-"""The files of timm and transformers beside weights: architecture, preprocessing, class names.
+"""config.json of timm and transformers: architecture, preprocessing, class names.
 
-A folder of timm's `save_for_hf` has a config.json with the arguments of a model that timm builds by
-name. One of transformers' `save_pretrained` has a config.json of its own for each kind of model, of
-which CvT's is read, and preprocessing in a file beside it.
+timm's `save_for_hf` writes the name and arguments of a timm model. transformers' `save_pretrained`
+writes a format for each kind of model, of which CvT's is read, and the preprocessing in a second
+file.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from locality.settings import from_dict
 
 PREPROCESSOR = "preprocessor_config.json"
 PREPROCESSING_KEYS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
-"""The fields of `Preprocessing` that timm's configurations have under the same names."""
+"""Fields of `Preprocessing` with the same names in timm's configurations."""
 
 TIMM_NAMES = {f"convit_{size}": f"convit_{size}" for size in ("tiny", "small", "base")} | {
     f"deit_{size}": f"deit_{size}_patch16_224" for size in ("tiny", "small", "base")
 }
-"""Our names of models → timm's of the same architecture."""
+"""Model name → timm's name of the same architecture."""
 
 _OURS = {theirs: ours for ours, theirs in TIMM_NAMES.items()} | {
     "deit_base_patch16_384": "deit_base"
 }
-# timm's arguments → our fields.
+# timm's arguments → fields of `ViTConfig`
 _SAME = ("patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias", "global_pool")
 _CONVIT = {name: name for name in (*_SAME, "use_pos_embed", "locality_strength")} | {
     "local_up_to_layer": "gpsa_layers"
@@ -56,27 +56,27 @@ CVT_STAGES = {
     "stride_kv": "kv_stride",
     "padding_kv": "kv_padding",
 }
-"""transformers' settings of CvT, a list with one value per stage → our fields."""
+"""transformers' CvT settings, lists with one value per stage → fields of `StageConfig`."""
 
-# By the number that Pillow gives it.
+# In the order of Pillow's filter numbers.
 _RESAMPLE = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
-# From this size on ConvNeXT's processor, which is CvT's too, keeps all of an image.
+# From this size on, ConvNeXT's image processor (also CvT's) resizes without cropping.
 _CONVNEXT_SQUASHES = 384
 
 
 def read_described(folder: Path, content: Mapping[str, Any]) -> Checkpoint | None:
-    """Read the config.json of timm or transformers; a checkpoint without weights.
+    """Read the config.json of timm or transformers.
 
     Args:
-        folder: with the weights.
-        content: of its config.json.
+        folder: the folder with the weights.
+        content: content of its config.json.
 
     Returns:
-        its `key_map` is "timm" where the weights are under timm's names; None if the file is
-        neither's.
+        a checkpoint without weights, whose `key_map` is "timm" for a timm model; None if the file
+        was written by neither.
 
     Raises:
-        UserError: if it describes a model that is not read, or is wrong.
+        UserError: if the model is not supported, or the file is invalid.
     """
     if isinstance(content.get("architecture"), str):
         return _timm(content)
@@ -117,7 +117,7 @@ def _timm(content: Mapping[str, Any]) -> Checkpoint:
 
 
 def _ours(name: str, args: Mapping[str, Any], pool: str | None) -> Any:
-    """Our configuration of timm's model with these arguments; None if there is none."""
+    """The `ViTConfig` of a timm model with these arguments; None if it has no equivalent."""
     if name not in _OURS:
         return None
     base = VARIANTS[_OURS[name]].config
@@ -129,7 +129,7 @@ def _ours(name: str, args: Mapping[str, Any], pool: str | None) -> Any:
     others = args.keys() - table.keys() - ends - _ONLY_IN_TRAINING
     unlike = {other for other in others if args[other]} - {"no_embed_class"}
     if table is _CONVIT:
-        if "embed_dim" in fields:  # of a head
+        if "embed_dim" in fields:  # timm's is per head
             fields["embed_dim"] *= fields.get("num_heads", base.num_heads)
         depth = fields.get("depth", base.depth)
         fields["gpsa_layers"] = min(fields.get("gpsa_layers", base.gpsa_layers), depth)
@@ -139,21 +139,22 @@ def _ours(name: str, args: Mapping[str, Any], pool: str | None) -> Any:
         token = fields.get("class_token", True)
         fields["embed_class_token"] = token and not args.get("no_embed_class", False)
         if fields["global_pool"] == "avg" and args.get("fc_norm") is not False:
-            return None  # which normalises the mean, and not what it is of
+            return None  # timm then normalises after pooling, not before
     return None if unlike else base.with_overrides(**fields)
 
 
 def _transformers(folder: Path, content: Mapping[str, Any]) -> Checkpoint:
     if content["model_type"] != "cvt":
         raise UserError(
-            f"it describes a '{content['model_type']}' of transformers, of which only 'cvt' is read"
+            f"it describes a transformers model of type '{content['model_type']}'; only 'cvt' is "
+            f"supported"
         )
     checks.shaped(
         "it", content, {**dict.fromkeys((*CVT_STAGES, "cls_token"), list), "id2label?": dict}
     )
     kernels = content["kernel_qkv"]
     only = {
-        "qkv_projection_method": ["dw_bn"] * len(kernels),  # their code runs with no other
+        "qkv_projection_method": ["dw_bn"] * len(kernels),  # the only one transformers can run
         "stride_q": [1] * len(kernels),
         "padding_q": [kernel // 2 for kernel in kernels],
         "cls_token": [False] * (len(kernels) - 1) + [True],
@@ -161,10 +162,10 @@ def _transformers(folder: Path, content: Mapping[str, Any]) -> Checkpoint:
     for name, value in only.items():
         if content.get(name, value) != value:
             raise UserError(
-                f"{name} is {content[name]!r}, and of transformers' CvTs only {value} is read"
+                f"{name} is {content[name]!r}; only {value} is supported in transformers' CvTs"
             )
     rows = zip(*(content[theirs] for theirs in CVT_STAGES), strict=True)
-    labels = content.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"})  # its default is left out
+    labels = content.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"})  # transformers' default
     prepared = _preprocessor(folder / PREPROCESSOR)
     config = CvTConfig(
         tuple(
@@ -180,7 +181,7 @@ def _transformers(folder: Path, content: Mapping[str, Any]) -> Checkpoint:
 
 
 def _preprocessor(path: Path) -> Preprocessing | None:
-    """The preprocessing of transformers' image processor, if the file is there."""
+    """The preprocessing of transformers' image processor, or None without a file."""
     if not path.exists():
         return None
     given = read_json(path)
@@ -189,7 +190,7 @@ def _preprocessor(path: Path) -> Preprocessing | None:
         checks.shaped("it", given, shape | {"crop_pct?": float, "rescale_factor?": float})
         rescales = math.isclose(given.get("rescale_factor", 1 / 255), 1 / 255, rel_tol=1e-6)
         if not (given.get("do_resize", True) and given.get("do_rescale", True) and rescales):
-            raise UserError("it does not resize images or scale them to 0 … 1, as all do here")
+            raise UserError("it must resize images and scale them to 0 … 1")
         size, (edge, _) = given.get("size"), _sides(given.get("size"))
         convnext = "ConvNext" in str(given.get("image_processor_type"))
         mode, wanted = "squash", _sides(given["crop_size"] if given.get("do_center_crop") else size)
@@ -198,7 +199,7 @@ def _preprocessor(path: Path) -> Preprocessing | None:
         elif not convnext and isinstance(size, dict) and "shortest_edge" in size:
             mode = "center"
             if not given.get("do_center_crop"):
-                raise UserError("it leaves images of different sizes, for want of do_center_crop")
+                raise UserError("without do_center_crop, images would differ in size; set it")
         share = wanted[0] / edge
         if math.floor(wanted[0] / share) < edge:
             share = math.nextafter(share, 0)
@@ -215,7 +216,7 @@ def _preprocessor(path: Path) -> Preprocessing | None:
 
 
 def _sides(size: Any) -> tuple[int, int]:
-    """(height, width) of a size as transformers' image processors have them."""
+    """(height, width) of a size in transformers' image processors."""
     given = size if isinstance(size, dict) else {"shortest_edge": size}
     edge: Any = given.get("shortest_edge")
     height, width = given.get("height", edge), given.get("width", edge)
@@ -223,13 +224,13 @@ def _sides(size: Any) -> tuple[int, int]:
 
 
 def _names(labels: Any, count: int) -> tuple[str, ...] | None:
-    """The names of `count` classes; of those without one, the number. None if none has one."""
+    """The names of `count` classes, numbers where a name is missing; None if all are missing."""
     if not labels:
         return None
     if isinstance(labels, list):
         return tuple(map(str, labels))
     named = {int(index): str(name) for index, name in labels.items()}
     if max(named) >= count:
-        raise UserError(f"it names class {max(named)}, and there are {count} classes from 0")
+        raise UserError(f"it names class {max(named)}, but there are {count} classes from 0")
     names = tuple(named.get(index, str(index)) for index in range(count))
     return None if names == tuple(f"LABEL_{index}" for index in range(count)) else names

@@ -1,4 +1,4 @@
-"""Export: to another format of weights, to ONNX, and to torch.export."""
+"""Export to other weight formats, ONNX and torch.export."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ Format = Literal["onnx", "torch-export"]
 
 
 DESCRIPTION = "locality.json"
-"""The name of the description inside a torch.export file."""
+"""Name of the description inside a torch.export file."""
 
 TOLERANCE = 1e-4
-"""Tolerated difference of an ONNX graph's logits, in units of the largest logit."""
+"""Tolerance for an ONNX graph's logits, relative to the largest logit."""
 
 
 def convert(
@@ -56,21 +56,20 @@ def convert(
     """Read a model from any source and write it in the format `to`.
 
     Args:
-        source: as for `locality.load`.
-        target: a folder (only for our own format) if it has no ending, else a `.safetensors` file
-            or a PyTorch file (`.pth`, `.pt`, `.bin`).
+        source: as in `locality.load`.
+        target: a folder (only for the native format) if it has no suffix, else a `.safetensors` or
+            PyTorch file (`.pth`, `.pt`, `.bin`).
         to: the format to write, one of `KEY_MAPS`.
-        model: the name of the architecture, where it cannot be inferred from the weights; refused
-            if they are of another.
-        entry: which state dict to take from a training checkpoint that holds several.
-        overwrite: replace `target` if it is there.
-        settings: fields of the model's configuration that stand above what the source says.
+        model: the model name, if it cannot be inferred from the weights; must match them.
+        entry: the state dict to read, if the checkpoint has several.
+        overwrite: replace an existing `target`.
+        settings: fields of the model's configuration that override those of the source.
 
     Returns:
-        what was done, and what weights of that format do not specify, in sentences.
+        a summary, with the settings that the written weights do not specify.
 
     Raises:
-        FileNotFoundError: if there is no `source`.
+        FileNotFoundError: if `source` does not exist.
         UserError: if it cannot be read, the format cannot hold the model, or `target` exists;
             nothing is written then.
     """
@@ -90,7 +89,7 @@ def convert(
                 torch.save(state, file)
         if unspecified := wanted.unspecified(checkpoint.config):
             missing = format_settings(unspecified)
-            notes = f"\nthese weights do not specify {missing}; set that when they are read"
+            notes = f"\nthese weights do not specify {missing}; set this when loading them"
     elif target.suffix:
         write_file(checkpoint, target)
     else:
@@ -113,26 +112,24 @@ def export(
 ) -> Path:
     """Write a model as a graph that runs without this library, for any batch size.
 
-    A CvT without position embeddings takes images of any height and width as well; every other
-    model takes the size it was made for. The graph computes the model in evaluation mode, in
-    single precision. An ONNX graph is run and compared before it is written, if ONNX Runtime is
-    there.
+    A CvT without position embeddings also accepts images of any height and width; other models have
+    a fixed image size. The graph is the model in evaluation mode and fp32. If ONNX Runtime is
+    installed, an ONNX graph is compared with the model before it is written.
 
     Args:
-        model: any model of this library; it is not changed.
+        model: any model of this library; not modified.
         path: the file, ending in .onnx or .pt2.
         format: "onnx", or "torch-export" for `torch.export.load`.
-        preprocessing, classes: stored in the file, so that `open_model` knows them.
-        overwrite: replace the file if it is there.
+        preprocessing, classes: stored in the file for `open_model`.
+        overwrite: replace an existing file.
 
     Returns:
         the path.
 
     Raises:
-        UserError: for an unknown format, an ending that does not fit, a folder that is not there,
-            a model that is not ours or is made for images too small to export, or a graph that
-            does not compute what the model does, or if a package for ONNX is missing, with the
-            line that installs it.
+        UserError: for an unknown format, a wrong suffix, a missing folder, a model of another
+            library or with images too small to export, missing ONNX packages, or a graph whose
+            logits differ from the model's.
     """
     path = Path(path)
     check_export_path(path, format, overwrite)
@@ -144,9 +141,9 @@ def export(
     axes = _dynamic_axes(copy)
     if preprocessing is not None and 2 not in axes and preprocessing.size != copy.img_size:
         raise UserError(
-            f"the graph takes images of {copy.img_size[0]}×{copy.img_size[1]}, the preprocessing "
-            f"makes {preprocessing.size[0]}×{preprocessing.size[1]}; create the model with "
-            f"img_size={preprocessing.img_size} to export it at that size"
+            f"the graph takes images of {copy.img_size[0]}×{copy.img_size[1]}, but the "
+            f"preprocessing resizes to {preprocessing.size[0]}×{preprocessing.size[1]}; create the "
+            f"model with img_size={preprocessing.img_size}"
         )
     with torch.no_grad(), suppress_warnings():
         program = torch.export.export(copy, (_example(copy, 2),), dynamic_shapes=(axes,))
@@ -162,29 +159,29 @@ def export(
 
 
 def _dynamic_axes(model: ImageClassifier) -> dict[int, Any]:
-    """The axes of the images whose length is left open, and their range.
+    """The dynamic axes of the images, with their range.
 
     Raises:
-        UserError: if the model is for images that its own graph would be too large for.
+        UserError: if the model's image size is below the smallest that can be exported.
     """
     axes: dict[int, Any] = {0: Dim("batch", min=1)}
     config = model.config
     if not isinstance(config, CvTConfig) or any(stage.use_pos_embed for stage in config.stages):
         return axes
-    # A grid of 1 is a special case to torch.export, so sizes begin where every grid has 2.
+    # torch.export specialises sizes of 1, so every grid must have at least 2.
     side = config.minimum_size
     while _smallest_grid(config, side) < 2:
         side += 1
     if min(model.img_size) < side:
         raise UserError(
-            f"a graph of this model takes images of {side}×{side} or more, and it was made for "
+            f"this model can be exported for images of at least {side}×{side}, but has "
             f"{model.img_size[0]}×{model.img_size[1]}; create it with img_size={side}"
         )
     return axes | {2: Dim("height", min=side), 3: Dim("width", min=side)}
 
 
 def _smallest_grid(config: CvTConfig, side: int) -> int:
-    """The shortest side of a grid that queries or keys lie on, in an image of `side`."""
+    """The shortest side of any grid of queries or keys, for an image of `side`."""
     stages = zip(config.grids((side, side)), config.stages, strict=True)
     return min(min(*grid, *stage.kv_grid(grid, max(stage.kv_strides))) for grid, stage in stages)
 
@@ -197,7 +194,7 @@ def _onnx(program: torch.export.ExportedProgram, axes: dict[int, Any], descripti
             program,
             input_names=[INPUT],
             output_names=[OUTPUT],
-            dynamic_shapes=(axes,),  # again, for the names of the axes
+            dynamic_shapes=(axes,),  # only for the names of the axes
             dynamo=True,
             verbose=False,
         )
@@ -209,10 +206,10 @@ def _onnx(program: torch.export.ExportedProgram, axes: dict[int, Any], descripti
 
 
 def _check_onnx(model: ImageClassifier, content: bytes) -> None:
-    """Run an ONNX graph beside the model, where ONNX Runtime is installed.
+    """Compare an ONNX graph with the model, if ONNX Runtime is installed.
 
     Raises:
-        UserError: if their logits differ.
+        UserError: if their logits differ by more than `TOLERANCE`.
     """
     if importlib.util.find_spec("onnxruntime") is None:
         return
@@ -225,7 +222,7 @@ def _check_onnx(model: ImageClassifier, content: bytes) -> None:
         distance = (logits - expected).abs().max().item()
         if not distance <= TOLERANCE * max(1.0, expected.abs().max().item()):
             raise UserError(
-                f"the ONNX graph's logits differ from the model's by {distance:.2g}; nothing was "
+                f"the ONNX graph's logits differ from the model's by {distance:.2g}; no file was "
                 f"written"
             )
 
@@ -237,7 +234,7 @@ def _example(model: ImageClassifier, batch: int) -> Tensor:
 
 @contextlib.contextmanager
 def suppress_warnings() -> Iterator[None]:
-    """Without torch's warnings about its own inside and the exporter's notes on its optimiser."""
+    """Suppress torch's internal warnings and the exporter's notes on its optimiser."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

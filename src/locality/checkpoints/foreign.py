@@ -1,14 +1,14 @@
-"""Other people's key maps: ConViT's and DeiT's authors', timm's, Microsoft's and transformers'.
+"""Key maps of other code: the authors' ConViT and DeiT, timm, Microsoft's CvT and transformers.
 
-ConViT and DeiT are called as timm calls a vision transformer's tensors. ConViT's gated layers split
-the projection in two, `attn.qk` and `attn.v`; ours is one, [q; k; v]. Their `attn.pos_proj` is a
-linear layer from (δ along the width, δ along the height, ‖δ‖²) to a score per head; our
-`attn.v_pos` is its weight with the columns in the paper's order (‖δ‖², δ₁, δ₂).
+ConViT and DeiT use timm's tensor names. ConViT's gated layers split the projection in two,
+`attn.qk` and `attn.v`; here it is one, [q; k; v]. Their `attn.pos_proj` is a linear layer from
+(δ along the width, δ along the height, ‖δ‖²) to a score per head; `attn.v_pos` here is its weight
+with the columns in the paper's order (‖δ‖², δ₁, δ₂).
 
-CvT has the same tensors in Microsoft's code and in transformers, under other names. Both have one
-setting per stage where ours may have one per block, and some of their code supports one value only.
-Microsoft's without weights of convolutions has average pooling in their place: with linear
-projections alone it cannot run, and transformers' can with neither.
+Microsoft's CvT and transformers' have the same tensors under other names. Both have one setting per
+stage where this library may have one per block, and some of their settings support only one value.
+In Microsoft's code, weights without convolutions use average pooling (it cannot run with only
+linear projections); transformers supports neither.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from locality.errors import UserError, some
 from locality.layers.grid import mlp_ratio_of
 from locality.models.config import CvTConfig, StageConfig, ViTConfig, token_grid
 
-# Where no gates tell the number of heads: the width of all published DeiTs' and CvTs', and of a
-# ConViT's without gates.
+# Head width assumed without gates, which would tell the number of heads: that of all published
+# DeiTs and CvTs, and of the ConViTs.
 _HEAD_DIM, _CONVIT_HEAD_DIM = 64, 48
-# Of which a state dict may be that of: a student and its teacher, say.
+# Models in one state dict, for example a student and its teacher.
 _MOST_MODELS = 10
 
 _RENAMES = (
@@ -40,26 +40,26 @@ _RENAMES = (
 
 
 def _heads(width: int, head_dim: int, settings: Mapping[str, Any]) -> int:
-    """How many heads `width` is divided between; 1 where that will be set."""
+    """The number of heads of a layer of `width`; 1 if `settings` overrides it."""
     if "num_heads" in settings:
         return 1
     heads, rest = divmod(width, head_dim)
     if rest:
         raise UserError(
-            f"the number of heads cannot be inferred from a width of {width}; set num_heads, or "
-            f"give the model's name"
+            f"cannot infer the number of heads from a width of {width}; set num_heads, or give the "
+            f"model's name"
         )
     return heads
 
 
 class _ViT(KeyMap):
-    """The common base of both key maps: gated blocks, if any, then plain ones."""
+    """Base of both ViT key maps: gated blocks, if any, then plain ones."""
 
     holds = ViTConfig
 
     def dropped(self, config: ViTConfig) -> dict[str, tuple[int, ...]]:
-        # The bias of `pos_proj` adds the same number to the score of every key, and the softmax
-        # cancels it. Where every block is gated no class token joins, and the first patch is read.
+        # The softmax cancels the bias of `pos_proj`, which is the same for every key. If every
+        # block is gated, no class token joins and the classifier reads the first patch.
         shapes: dict[str, tuple[int, ...]] = {
             f"blocks.{index}.attn.pos_proj.bias": (config.num_heads,)
             for index in range(config.gpsa_layers)
@@ -71,7 +71,7 @@ class _ViT(KeyMap):
     def write(self, name: str, tensor: Tensor, config: ViTConfig) -> dict[str, Tensor]:
         if parts := _parts(name, config):
             sizes = (2 * config.embed_dim, config.embed_dim)
-            # Copies, since formats that store each tensor once refuse two views of the same memory.
+            # Copies, since safetensors refuses views of shared memory.
             rows = (row.clone() for row in tensor.split(sizes))
             return dict(zip(parts, rows, strict=True))
         return {self.rename(name): tensor.flip(1) if name.endswith(".v_pos") else tensor}
@@ -83,13 +83,13 @@ class _ViT(KeyMap):
         return tensor.flip(1) if name.endswith(".v_pos") else tensor
 
     def infer(self, state: State, settings: Mapping[str, Any]) -> ViTConfig:
-        """Where they are not set, images are assumed to be square, and heads without gates 64 wide
-        (48 in a ConViT)."""
+        """Assumes square images, and without gates heads of width 64 (48 in a ConViT), unless
+        set."""
         depth = count_blocks(state, "blocks.")
         gated = [index for index in range(depth) if f"blocks.{index}.attn.gating_param" in state]
         if gated != list(range(len(gated))):
             raise UserError(
-                f"the gated layers have to be the first of the {depth} blocks; these weights have "
+                f"the gated layers must be the first of the {depth} blocks; these weights have "
                 f"them at {gated}"
             )
         width, in_chans, patch_size, _ = self.require_tensor(state, "patch_embed.weight").shape
@@ -121,7 +121,7 @@ class _ViT(KeyMap):
 
 
 def _parts(name: str, config: ViTConfig) -> list[str]:
-    """The two that the projection of a gated layer is cut into; none for other tensors."""
+    """The two names that a gated layer's projection is split into; none for other tensors."""
     found = re.fullmatch(r"blocks\.(\d+)\.attn\.qkv\.\w+", name)
     gated = found and int(found[1]) < config.gpsa_layers
     return [name.replace("qkv", part) for part in ("qk", "v")] if gated else []
@@ -152,8 +152,8 @@ class _ConViT(_ViT):
         rows, columns = token_grid(config.img_size, config.patch_size)
         if config.gpsa_layers and rows != columns:
             raise UserError(
-                f"{self.title} code has square grids of patches only, and this model one of "
-                f"{rows}×{columns}; keep it in our own format"
+                f"{self.title} code supports only square patch grids, and this model has "
+                f"{rows}×{columns}; use the format 'locality'"
             )
 
 
@@ -185,10 +185,10 @@ DEIT = _DeiT(
 
 @dataclass(frozen=True)
 class _CvT(KeyMap):
-    """A key map of CvTs.
+    """A CvT key map.
 
     Attributes:
-        activations, projections: the only ones that their code has.
+        activations, projections: those that the code supports.
     """
 
     activations: tuple[str, ...] = ()
@@ -197,9 +197,8 @@ class _CvT(KeyMap):
     holds = CvTConfig
 
     def infer(self, state: State, settings: Mapping[str, Any]) -> CvTConfig:
-        """Weights do not tell strides, padding and numbers of heads: they are assumed to be the
-        paper's, with heads 64 wide, keys and values of stride 2, and embeddings that overlap by
-        half."""
+        """Assumes the paper's strides, padding and heads, which weights do not determine: heads of
+        width 64, stride 2 for keys and values, and embeddings that overlap by half."""
         stages = tuple(
             self._infer_stage(state, f"stages.{index}.", settings)
             for index in range(self._count(state, "stages."))
@@ -226,8 +225,8 @@ class _CvT(KeyMap):
         window = state.get(self.rename(f"{stage}blocks.0.attn.q.conv.weight"))
         if window is None and "microsoft_avg" not in self.projections:
             raise UserError(
-                f"these weights have no convolutions in their projections, and {self.title} "
-                f"code cannot run without"
+                f"these weights have no convolutions in their projections, which {self.title} "
+                f"code requires"
             )
         overlapping = kernel % 2 == 1
         stride = (kernel + 1) // 2 if overlapping else kernel
@@ -245,7 +244,7 @@ class _CvT(KeyMap):
         )
 
     def unspecified(self, config: CvTConfig) -> dict[str, Any]:
-        """One value per stage where they differ."""
+        """The settings these weights do not specify; lists if they differ between stages."""
         stages = config.stages
         unspecified: dict[str, Any] = {
             "num_heads": [stage.num_heads for stage in stages],
@@ -272,15 +271,14 @@ class _CvT(KeyMap):
         for name in ("kv_strides", "mlp_ratios"):
             if any(len(set(getattr(stage, name))) > 1 for stage in config.stages):
                 raise UserError(
-                    f"{self.title} code has the same {name[:-1]} in all blocks of a stage, and "
-                    f"this model has not"
+                    f"{self.title} code supports one {name[:-1]} per stage, and in this model it "
+                    f"differs between blocks"
                 )
 
 
 class _Transformers(_CvT):
     def unspecified(self, config: CvTConfig) -> dict[str, Any]:
-        # The published weights were trained with the authors' activation, those trained by
-        # transformers with its own.
+        # Published weights use the authors' activation, weights trained by transformers its own.
         return super().unspecified(config) | {"activation": config.activation}
 
     def accepted(self, config: CvTConfig) -> dict[str, tuple[Any, ...]]:
@@ -290,10 +288,10 @@ class _Transformers(_CvT):
     def require(self, config: CvTConfig) -> None:
         super().require(config)
         for index, stage in enumerate(config.stages):
-            if stage.depth <= index:  # it looks up one of the stage's blocks by the stage's number
+            if stage.depth <= index:  # transformers indexes a stage's blocks by the stage number
                 raise UserError(
-                    f"{self.title} code has {index + 1} blocks or more in stage {index + 1}, and "
-                    f"this model {stage.depth}"
+                    f"{self.title} code needs {index + 1} blocks or more in stage {index + 1}, and "
+                    f"this model has {stage.depth}"
                 )
 
 
@@ -341,7 +339,7 @@ TRANSFORMERS = _Transformers(
 )
 
 KEY_MAPS = {row.name: row for row in (NATIVE, CONVIT, DEIT, MICROSOFT, TRANSFORMERS)}
-"""Every key map that weights may come in, by name."""
+"""All key maps by name."""
 
 
 _STEMS = {
@@ -353,18 +351,18 @@ _STEMS = {
 
 
 def find_models(state: State, stems: Collection[str] = _STEMS) -> dict[str, dict[str, Tensor]]:
-    """The models in a state dict, by what wrappers put before the names of each.
+    """The models in a state dict, by prefix.
 
-    A wrapper (`module.`, `_orig_mod.`, `model.`, whatever a Lightning module calls its network) is
-    known by the name behind it of the tensor that reads the image.
+    Prefixes are those of wrappers (`module.`, `_orig_mod.`, `model.`, any attribute of a Lightning
+    module), found before the name of the first layer's weight.
 
     Args:
         state: the state dict.
-        stems: names that this tensor may have.
+        stems: possible names of the first layer's weight.
 
     Returns:
-        prefix, without its last dot → the tensors under it, without it; a state dict in which no
-        model is known, as it is, under "".
+        prefix, without its last dot → its tensors, without the prefix; the whole state dict under
+        "" if no model is found.
     """
     prefixes = {
         name.removesuffix(stem)
@@ -373,7 +371,7 @@ def find_models(state: State, stems: Collection[str] = _STEMS) -> dict[str, dict
         if f".{name}".endswith(f".{stem}")
     }
     outermost: list[str] = []
-    for prefix in sorted(prefixes):  # what begins with a prefix follows it
+    for prefix in sorted(prefixes):  # sorted: longer prefixes follow those they begin with
         if not outermost or not prefix.startswith(outermost[-1]):
             outermost.append(prefix)
     return {
@@ -387,10 +385,10 @@ def find_models(state: State, stems: Collection[str] = _STEMS) -> dict[str, dict
 
 
 def detect_key_map(state: State) -> KeyMap:
-    """The one key map whose names these tensors have.
+    """The key map whose names these tensors have.
 
     Raises:
-        UserError: if there is none, or more than one.
+        UserError: if none or several match.
     """
     found = [row for row in KEY_MAPS.values() if row.matches(state)]
     if len(found) == 1:
@@ -399,6 +397,6 @@ def detect_key_map(state: State) -> KeyMap:
     if found:
         raise UserError(f"these weights have names of more than one format: {' and '.join(titles)}")
     raise UserError(
-        f"these weights are of no model that is known here ({', '.join(titles)}); their first "
-        f"tensors are {some(state, quote='')}"
+        f"these weights are of no known format ({', '.join(titles)}); their first tensors are "
+        f"{some(state, quote='')}"
     )

@@ -1,6 +1,6 @@
-"""Our own format: a folder of `model.safetensors`, `config.json` and a model card.
+"""The native format: a folder with `model.safetensors`, `config.json` and a model card.
 
-The safetensors file carries the description as well, so that it means something by itself.
+The safetensors file also holds the description, so that it can be loaded by itself.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ FORMAT_VERSION = 1
 CONFIG = "config.json"
 CARD = "README.md"
 WRAPPER = "locality"
-"""The name of the model in `locality.transformers`' own."""
+"""Prefix of the tensors in models of `locality.transformers`."""
 
 CONFIG_CLASSES: dict[str, Any] = {
     config.family: config for config in (ViTConfig, CvTConfig, TimmConfig)
 }
-"""The configurations that a file may describe, by the name it gives them."""
+"""Configuration classes by the family name in files."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Checkpoint:
 
     Attributes:
         config: the complete architecture.
-        state: the weights, under our names.
-        name: of the variant it was made from, or None.
-        preprocessing: of its images, or None if unknown.
-        classes: the names of its classes in the order of the logits, or None.
-        key_map: the name of the key map that the file had.
-        figures: what was measured of it, for the model card, such as a run's `result.json`.
-        described: whether its source says what shapes do not tell.
+        state: the weights, with native names.
+        name: name of the variant, or None.
+        preprocessing: preprocessing of the images, or None if unknown.
+        classes: class names in the order of the logits, or None.
+        key_map: name of the key map of the file.
+        figures: results for the model card, for example a run's `result.json`.
+        described: whether the source has the settings that shapes do not determine.
     """
 
     config: Any
@@ -69,7 +69,7 @@ class Checkpoint:
     def __post_init__(self) -> None:
         names, count = self.classes, self.config.num_classes
         if names is not None and len(names) != count:
-            raise UserError(f"there are {len(names)} class names for {count} classes")
+            raise UserError(f"{len(names)} class names given for {count} classes")
 
     @classmethod
     def of(
@@ -82,7 +82,8 @@ class Checkpoint:
         """The checkpoint of a model; its weights are copied to the CPU.
 
         Raises:
-            UserError: if it is no model of this library, or not one that can be loaded again.
+            UserError: if it is not a model of this library, its tensors do not match its
+                configuration, or its weights are not finite.
         """
         model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
         if not isinstance(model, ImageClassifier):
@@ -100,9 +101,7 @@ class Checkpoint:
         return cls(model.config, state, model.variant, preprocessing, names, figures=figures)
 
     def build(self) -> ImageClassifier:
-        """The model, in evaluation mode, in single precision on the CPU.
-
-        Everything is checked before anything is built, so there is no half-loaded model.
+        """Build the model, in evaluation mode, on the CPU in fp32.
 
         Raises:
             UserError: if weights are missing, unknown, of another shape, or not finite.
@@ -112,8 +111,7 @@ class Checkpoint:
         check_finite(self.state)
         with torch.device("meta"):
             model = build(self.config)
-        # Handing the tensors over instead of copying saves initialising what is overwritten, and
-        # leaves the random generator alone.
+        # Assigning the tensors avoids an initialisation, and leaves the random generator alone.
         state = {name: tensor.to(expected[name].dtype) for name, tensor in self.state.items()}
         model.load_state_dict(state, strict=True, assign=True)
         model.variant = self.name
@@ -133,19 +131,19 @@ class Checkpoint:
 
     @classmethod
     def from_description(cls, content: dict[str, Any], state: dict[str, Tensor]) -> Checkpoint:
-        """The checkpoint that `describe` described, with its weights.
+        """The checkpoint of the content of `config.json` and weights.
 
-        Settings that are missing take their defaults, so that files outlive those added later.
+        Missing settings get their defaults, so that older files can be read.
 
         Raises:
-            UserError: if the description is not one, is newer than this version, or is wrong.
+            UserError: if the description is not of this format, of a newer version, or invalid.
         """
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise UserError("it does not describe a model of this library")
         if content.get("version") != FORMAT_VERSION:
             raise UserError(
-                f"it has version {content.get('version')} of the format, and this is "
-                f"locality {__version__}, which reads version {FORMAT_VERSION}; upgrade locality"
+                f"it has format version {content.get('version')}, but locality {__version__} "
+                f"reads version {FORMAT_VERSION}; upgrade locality"
             )
         checks.shaped("its description", content, {"architecture": dict, "labels?": [str]})
         given, labels = content.get("input"), content.get("labels")
@@ -167,10 +165,7 @@ class Checkpoint:
 
 
 def model_card(checkpoint: Checkpoint) -> str:
-    """A model card in Markdown, with the metadata that model hubs read.
-
-    Figures that the card does not know are left out; without figures it claims none.
-    """
+    """A model card in Markdown, with the hub's metadata and any known figures."""
     figures = checkpoint.figures or {}
     title = checkpoint.name or type(checkpoint.config).__name__.removesuffix("Config")
     dataset = figures.get("dataset")
@@ -218,21 +213,21 @@ def save(
     preprocessing: Preprocessing | None = None,
     classes: Sequence[str] | None = None,
 ) -> Path:
-    """Save a model: weights, architecture, and a card. What was in the folder is replaced.
+    """Save a model: weights, configuration and model card. Existing files are replaced.
 
     Args:
         model: any model of this library.
-        folder: where to; made if it is not there.
-        card: figures for the model card, such as the content of a run's `result.json`.
-        preprocessing: what images have to go through.
-        classes: names of the classes, in the order of the logits.
+        folder: target folder; created if needed.
+        card: figures for the model card, for example the content of a run's `result.json`.
+        preprocessing: preprocessing of the images.
+        classes: class names in the order of the logits.
 
     Returns:
         the folder.
 
     Raises:
-        UserError: if the model is not ours, its weights are not finite, or there are not as many
-            names as classes.
+        UserError: if it is not a model of this library, its weights are not finite, or the number
+            of names is not the number of classes.
     """
     return write_folder(Checkpoint.of(model, preprocessing, classes, card), folder)
 
@@ -241,8 +236,8 @@ def write_folder(checkpoint: Checkpoint, folder: Path | str) -> Path:
     """Write a checkpoint as a folder, see `save`."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    # Without its description a folder cannot be loaded: it goes first and comes last, so that an
-    # interruption in between leaves an error and not one model's weights under another's name.
+    # A folder without a description cannot be loaded. It is removed first and written last, so that
+    # an interruption cannot leave the weights of one model with the description of another.
     (folder / CONFIG).unlink(missing_ok=True)
     write_file(checkpoint, folder / WEIGHTS)
     write_atomic(folder / CARD, model_card(checkpoint))
@@ -251,28 +246,28 @@ def write_folder(checkpoint: Checkpoint, folder: Path | str) -> Path:
 
 
 def write_file(checkpoint: Checkpoint, path: Path | str) -> None:
-    """Write a checkpoint as one safetensors file that carries its description."""
-    # A single entry: the order of several is random, and equal models shall make equal files.
+    """Write a checkpoint as one safetensors file with its description."""
+    # One metadata entry: the order of several is random, and equal models must give equal files.
     metadata = {FORMAT: json.dumps(checkpoint.describe())}
     write_atomic(path, to_safetensors(contiguous_copies(checkpoint.state), metadata))
 
 
 def contiguous_copies(state: State) -> dict[str, Tensor]:
-    """Copies of the tensors: in a file, each has to be the only one in its memory."""
+    """Contiguous copies of the tensors, which share no memory (required by safetensors)."""
     form = torch.contiguous_format
     return {name: tensor.clone(memory_format=form) for name, tensor in state.items()}
 
 
 def read_folder(folder: Path) -> Checkpoint:
-    """The checkpoint in a folder; its weights are compared with its description by `build`.
+    """The checkpoint in a folder; `build` checks its weights against its description.
 
     Raises:
-        FileNotFoundError: if one of the two files is missing.
-        UserError: if one of them is damaged, naming it.
+        FileNotFoundError: if the weights or the description are missing.
+        UserError: if a file is damaged, naming it.
     """
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).exists():
-            raise FileNotFoundError(f"{folder} has no {name}, so it holds no saved model")
+            raise FileNotFoundError(f"{folder} has no {name}; it is not a saved model")
     description = read_text(folder / CONFIG)
     state, _ = read_safetensors(folder / WEIGHTS)
     state = {name.removeprefix(f"{WRAPPER}."): tensor for name, tensor in state.items()}
@@ -280,10 +275,10 @@ def read_folder(folder: Path) -> Checkpoint:
 
 
 def parse_description(text: str, state: dict[str, Tensor], path: Path) -> Checkpoint:
-    """The checkpoint of which the file at `path` holds the weights and their description.
+    """The checkpoint of weights and their JSON description, read from the file at `path`.
 
     Raises:
-        UserError: as `Checkpoint.from_description`, and if it is not JSON; naming `path`.
+        UserError: as in `Checkpoint.from_description`, or for invalid JSON; naming `path`.
     """
     with prefix_errors(path):
         return Checkpoint.from_description(parse_json(text, "its description"), state)

@@ -1,8 +1,7 @@
-"""Key maps: how each format names the tensors of a state dict, with our own names as the hub.
+"""Key maps: the tensor names of each weight format, converted by way of the native names.
 
-A key map names each of our tensors once. Both directions follow from that: the keys that our code
-expects, renamed, are those that their file has to hold, and where each of our tensors is found.
-A state dict is compared with the model that it is for: `check_keys`, `check_finite`.
+A key map has a foreign name for each native one, which serves both directions. `check_keys` and
+`check_finite` compare a state dict with the model it is for.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ State = Mapping[str, Tensor]
 
 
 def meta_state_dict(config: Any) -> dict[str, Tensor]:
-    """The names and shapes of the model that `config` describes: a state dict without data."""
+    """The state dict of the model of `config` on the meta device: names and shapes."""
     with torch.device("meta"):
         return build(config).state_dict()
 
@@ -37,16 +36,16 @@ def meta_state_dict(config: Any) -> dict[str, Tensor]:
 def check_keys(
     given: State, expected: State, owner: str, dropped: Collection[str] = frozenset()
 ) -> None:
-    """Refuse a state dict that is not exactly what is expected.
+    """Check the names and shapes of a state dict.
 
     Args:
         given: the state dict to check.
-        expected: names, shapes and kinds of number it has to have; `dropped` names may be absent.
+        expected: the required names, with their shapes and whether they are floating-point.
         owner: whose names these are, for the message.
-        dropped: names which are allowed, and which the conversion leaves out.
+        dropped: optional names, which the conversion ignores.
 
     Raises:
-        UserError: naming what is missing, what is unknown and what has another shape.
+        UserError: naming missing and unknown tensors, and those of another shape or dtype.
     """
     wrong = []
     for name, tensor in given.items():
@@ -70,28 +69,28 @@ def check_keys(
 
 
 def count_blocks(state: State, prefix: str) -> int:
-    """How many blocks `prefix0`, `prefix1`, … there are.
+    """The number of blocks `prefix0`, `prefix1`, …
 
     Raises:
-        UserError: if their numbers have gaps, or there are none.
+        UserError: if the numbers have gaps, or no block is found.
     """
     pattern = re.compile(rf"{re.escape(prefix)}(\d{{1,9}})\.")
     found = {int(match[1]) for name in state if (match := pattern.match(name))}
     if not found:
         raise UserError(
-            f"these weights have no tensors {prefix}0.…, from which the architecture is inferred"
+            f"these weights have no tensors {prefix}0.…, needed to infer the architecture"
         )
     if found != set(range(len(found))):
         numbers = some(map(str, sorted(found)), quote="")
         raise UserError(
-            f"these weights have the blocks {numbers} of {prefix}…, which have to be numbered from "
-            f"0 without gaps; tensors are missing"
+            f"these weights have the blocks {numbers} of {prefix}…, which must be numbered from 0 "
+            f"without gaps; tensors are missing"
         )
     return len(found)
 
 
 def check_finite(state: State) -> None:
-    """Refuse weights that are not numbers.
+    """Check that all weights are finite.
 
     Raises:
         UserError: naming the tensors that contain NaN or infinity.
@@ -107,14 +106,15 @@ def check_finite(state: State) -> None:
 
 @dataclass(frozen=True)
 class KeyMap:
-    """One way of naming a model's tensors; this class itself is our own.
+    """The tensor names of one format; the base class has the native names.
 
     Attributes:
-        name: as given to `convert`.
-        title: whose it is, in messages.
-        marks: parts of tensor names that only this key map has; all of them are there.
-        absent: parts that this key map's tensors never have.
-        renames: what to replace in our name of a tensor, one after the other, as (pattern, by).
+        name: the format name for `convert`.
+        title: owner of the format, for messages.
+        marks: parts of tensor names that identify this format; all must occur.
+        absent: parts that must not occur.
+        renames: replacements that turn a native name into this format's, in order, as (pattern,
+            by).
     """
 
     name: str
@@ -124,14 +124,14 @@ class KeyMap:
     renames: tuple[tuple[str, str], ...] = ()
 
     holds: ClassVar[Any] = None
-    """The configurations of the models it holds; None for all."""
+    """Configuration class of the models the format holds; None for all."""
 
     def infer(self, state: State, settings: Mapping[str, Any]) -> Any:
-        """The architecture of weights with these keys, inferred from their shapes.
+        """Infer the architecture of weights from their names and shapes.
 
         Args:
             state: the weights.
-            settings: fields of the configuration that the reader has set, under our names.
+            settings: fields of the configuration set by the caller.
 
         Raises:
             UserError: if a required tensor is missing, or shapes do not determine the architecture.
@@ -142,69 +142,69 @@ class KeyMap:
         how = "--model NAME in training, --variant NAME elsewhere"
         if fitting:
             raise UserError(
-                f"these weights fit {' and '.join(fitting)}, which differ in what weights do not "
-                f"show; give the model's name ({how})"
+                f"these weights fit {' and '.join(fitting)}, which have the same shapes; give the "
+                f"model's name ({how})"
             )
         raise UserError(
-            f"these weights do not say which model they are of, and fit none in the table; give "
-            f"the name of the nearest ({how}), and what differs as --set or --model.depth"
+            f"cannot infer the model from these weights; give the name of the nearest ({how}), and "
+            f"the settings that differ as --set or --model.depth"
         )
 
     def _fits(self, state: State, config: Any) -> bool:
-        """Whether a model has tensors of these names and shapes, but for its ends."""
+        """Whether a model has these names and shapes, up to image size, channels and classes."""
         stem = state.get(f"{config.stem}.weight")
         if stem is None or len(stem) != getattr(config, "embed_dim", len(stem)):
-            return False  # known without building it
+            return False  # without building the model
         with contextlib.suppress(UserError):
             check_keys(state, meta_state_dict(self._like(state, config)), self.title)
             return True
         return False
 
     def unspecified(self, config: Any) -> dict[str, Any]:
-        """The settings that weights with these keys do not specify."""
+        """The settings that weights in this format do not specify."""
         return {}
 
     def dropped(self, config: Any) -> dict[str, tuple[int, ...]]:
-        """The shape of each of their tensors that has no effect, and that ours therefore lack."""
+        """Shapes of this format's tensors without effect, which have no native counterpart."""
         return {}
 
     def accepted(self, config: Any) -> dict[str, tuple[Any, ...]]:
-        """Settings of which their code has these values alone."""
+        """The values that this format's code supports, for settings where it does not take all."""
         return {}
 
     def require(self, config: Any) -> None:
-        """Refuse what their code cannot compute, or computes otherwise.
+        """Check that this format's code supports the model.
 
         Raises:
-            UserError: saying what it is.
+            UserError: naming the unsupported setting.
         """
         for name, values in self.accepted(config).items():
             for part in (config, *getattr(config, "stages", ())):
                 given, setting = getattr(part, name, values[0]), name.removeprefix("has_")
                 if given not in values:
                     raise UserError(
-                        f"{self.title} code has {setting}={' or '.join(map(repr, values))} alone, "
-                        f"and this model has {setting}={given!r}; keep it in our own format, or "
-                        f"set {setting}={values[0]} to write its weights for what that code "
-                        f"computes"
+                        f"{self.title} code supports only "
+                        f"{setting}={' or '.join(map(repr, values))}, and this model has "
+                        f"{setting}={given!r}; use the format 'locality', or set "
+                        f"{setting}={values[0]} to write the weights anyway"
                     )
 
     def rename(self, name: str) -> str:
-        """Our name of a tensor → theirs."""
+        """Native tensor name → this format's."""
         for pattern, by in self.renames:
             name = re.sub(pattern, by, name)
         return name
 
     def write(self, name: str, tensor: Tensor, config: Any) -> dict[str, Tensor]:
-        """Their tensors that one of ours becomes."""
+        """Convert one native tensor to this format's tensors."""
         return {self.rename(name): tensor}
 
     def read(self, name: str, state: State, config: Any) -> Tensor:
-        """One of our tensors, from theirs."""
+        """Read one native tensor from a state dict in this format."""
         return state[self.rename(name)]
 
     def to_native(self, state: State, config: Any) -> dict[str, Tensor]:
-        """Weights with these keys → ours.
+        """Convert weights of this format to native ones.
 
         Raises:
             UserError: if a name is missing or unknown, or a shape differs from `config`'s.
@@ -215,14 +215,14 @@ class KeyMap:
         return {name: self.read(name, state, config) for name in blank}
 
     def from_native(self, state: State, config: Any) -> dict[str, Tensor]:
-        """Our weights → these keys. Tensors without an effect are written as zeros.
+        """Convert native weights to this format; tensors without effect are zeros.
 
         Raises:
-            UserError: if it cannot hold such a model, or `state` does not fit `config`.
+            UserError: if the format cannot hold the model, or `state` does not fit `config`.
         """
         if self.holds and not isinstance(config, self.holds):
             raise UserError(
-                f"the format '{self.name}' holds {self.holds.title}, and this model is "
+                f"the format '{self.name}' is for {self.holds.title}, and this model is "
                 f"{config.title}"
             )
         self.require(config)
@@ -237,10 +237,10 @@ class KeyMap:
         return theirs | {name: zeros(shape) for name, shape in self.dropped(config).items()}
 
     def matches(self, state: State) -> bool:
-        """Whether the tensors' names are this key map's."""
+        """Whether the tensor names are in this format."""
 
         def has(mark: str) -> bool:
-            # Dots at both ends, so that a mark can ask for the beginning or the end of a name.
+            # Dots at both ends let a mark match the beginning or end of a name.
             return any(mark in f".{name}." for name in state)
 
         return all(map(has, self.marks)) and not any(map(has, self.absent))
@@ -248,30 +248,30 @@ class KeyMap:
     def configuration(
         self, state: State, like: Any = None, settings: Mapping[str, Any] = {}
     ) -> Any:
-        """The architecture of weights with these keys, taken from `like` where one is given.
+        """The architecture of weights in this format, from `like` if given, else inferred.
 
         Args:
             state: the weights.
             like: the configuration of the model they are for.
-            settings: fields of the configuration, under our names, that stand above both.
+            settings: fields of the configuration that override both.
 
         Raises:
-            UserError: if it cannot be inferred, or `like` is of the other family.
+            UserError: if it cannot be inferred, or `like` is of another family.
         """
-        # Our own names say by themselves which family they are of.
+        # Native weights hold any family; their names tell which.
         cvt = any(name.startswith("stages.") for name in state)
         check_config_class(self.holds or (CvTConfig if cvt else ViTConfig), like)
         found = self.infer(state, settings) if like is None else self._like(state, like)
         return override_config(found, settings)
 
     def _like(self, state: State, like: Any) -> Any:
-        """`like`, with the ends that the weights have."""
+        """`like`, with the classes, channels and image size of the weights."""
         ends: dict[str, Any] = {"num_classes": self.classes(state)}
         stem = self.rename(f"{like.stem}.weight")
         if stem in state:
             ends["in_chans"] = state[stem].shape[1]
         if isinstance(like, ViTConfig) and "pos_embed" in state:
-            # The model's own size if it has as many patches, whatever their shape; else a square's.
+            # Keep the image size of `like` if it has as many patches; else assume square images.
             held = math.prod(token_grid(like.img_size, like.patch_size)) + like.embed_class_token
             if state["pos_embed"].shape[1] != held:
                 classes = like.embed_class_token
@@ -279,19 +279,18 @@ class KeyMap:
         return dataclasses.replace(like, **ends)
 
     def classes(self, state: State) -> int:
-        """How many classes the weights have; 0 without a classifier."""
+        """The number of classes; 0 without a classifier."""
         return len(state.get(self.rename("head.weight"), ()))
 
     def require_tensor(self, state: State, name: str) -> Tensor:
-        """The tensor that we call `name`, from whose shape the architecture is inferred.
+        """The tensor with native name `name`.
 
         Raises:
             UserError: if it is missing.
         """
         if self.rename(name) not in state:
             raise UserError(
-                f"these weights have no {self.rename(name)}, from which the architecture is "
-                f"inferred"
+                f"these weights have no {self.rename(name)}, needed to infer the architecture"
             )
         return state[self.rename(name)]
 
@@ -307,7 +306,7 @@ NATIVE = KeyMap(
 def infer_img_size(
     state: State, patch_size: int, may_hold_class: bool, img_size: Any
 ) -> tuple[int | tuple[int, int], bool]:
-    """The image size, and whether the class token has an entry in the position embedding."""
+    """The image size, and whether the position embedding includes the class token."""
     if "pos_embed" not in state:
         return 14 * patch_size if img_size is None else img_size, False
     entries = state["pos_embed"].shape[1]
@@ -318,35 +317,35 @@ def infer_img_size(
         if side**2 == entries - class_entry:
             return side * patch_size, class_entry
     raise UserError(
-        f"the position embedding has {entries} entries, which make no square of patches; set "
-        f"img_size to the height and width of the images, such as img_size=[224,448]"
+        f"the position embedding has {entries} entries, not a square number of patches; set "
+        f"img_size to the height and width of the images, for example img_size=[224,448]"
     )
 
 
 def format_settings(settings: Mapping[str, Any]) -> str:
-    """Settings and their values, as `--set` takes them."""
+    """Settings and their values in the syntax of `--set`."""
     shown = {name: json.dumps(value, separators=(",", ":")) for name, value in settings.items()}
     return ", ".join(f"{name}={value}" for name, value in shown.items()).replace('"', "")
 
 
 def override_config(config: Any, settings: Mapping[str, Any]) -> Any:
-    """`config` with some of its fields set, each of its type.
+    """`config` with some fields changed, each converted to its type.
 
     Raises:
-        UserError: for an unknown field, with the nearest, or a value that it cannot have.
+        UserError: for an unknown field (suggesting the nearest) or an invalid value.
     """
-    # What comes from a command line is of any type.
+    # Values from the command line may have any type.
     return from_dict(type(config), to_dict(config.with_overrides(**settings)), "architecture")
 
 
 def check_config_class(expected: Any, like: Any) -> None:
-    """Refuse a configuration of another family than the weights'; None is of any.
+    """Check that a configuration, if given, is of the weights' family.
 
     Raises:
-        UserError: saying what both are.
+        UserError: naming both families.
     """
     if like is not None and not isinstance(like, expected):
         raise UserError(
-            f"these weights do not fit the model: they are of {expected.title}, and it is "
+            f"these weights do not fit the model: they are of {expected.title}, the model is "
             f"{like.title}"
         )

@@ -1,7 +1,7 @@
-"""From a path or a name to a checkpoint.
+"""Read a checkpoint from a path or name.
 
-Run folders, saved folders, weight files of any known format, public weights, timm's models, and
-repositories on the Hugging Face hub.
+Sources are run folders, saved folders, weight files of any known format, public weights, timm
+models and repositories on the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from locality.settings import from_dict
 
 _log = logging.getLogger("locality")
 
-# Protocol Buffers hold no more.
+# The limit of Protocol Buffers.
 _MAX_GRAPH_BYTES = 2 << 30
 
 
@@ -73,22 +73,21 @@ def read(
     *,
     like: Any = None,
 ) -> Checkpoint:
-    """The checkpoint of a model, wherever it is.
+    """Read a checkpoint from any source.
 
     Args:
-        what: a run folder, a folder or file of weights of any format, the name of public weights,
-            "timm/" and the name of a model of timm's with its weights, or a repository on the
-            Hugging Face hub ("user/name").
-        variant: the name of the architecture, where it cannot be inferred from the weights;
-            refused if they are of another.
-        entry: which state dict to take from a training checkpoint that holds several.
-        settings: fields of the model's configuration that stand above what `what` says.
-        like: the configuration of the model they are for, in place of `variant`; image size,
+        what: a run folder, a folder or file of weights in any format, the name of public weights,
+            "timm/NAME" for a timm model with its weights, or a repository on the Hugging Face hub
+            ("user/name").
+        variant: the model name, if it cannot be inferred from the weights; must match them.
+        entry: the state dict to read, if the checkpoint has several.
+        settings: fields of the model's configuration that override those of the source.
+        like: the configuration of the model they are for, instead of `variant`; image size,
             channels and classes may differ.
 
     Raises:
-        FileNotFoundError: if `what` is a path that is not there.
-        UserError: if it cannot be opened, naming it and the cause.
+        FileNotFoundError: if the path `what` does not exist.
+        UserError: if it cannot be read, naming it and the cause.
     """
     path, name = Path(what), str(what)
     kind = detect_kind(what, entry)
@@ -114,9 +113,9 @@ def read(
 
 
 def _from_run(folder: Path) -> Checkpoint:
-    """The latest weights of a run, with how its images are prepared, its classes and its result.
+    """The best checkpoint of a run, with its preprocessing, class names and result.
 
-    The averaged weights if the run keeps an average, since those are what it was evaluated by.
+    Uses the averaged weights if the run has them, since those are evaluated.
     """
     wanted = {"model": {"name": str, "overrides?": dict}, "input?": dict}
     state, content = load_best_state(folder), read_run_settings(folder, wanted)
@@ -137,14 +136,14 @@ def _from_run(folder: Path) -> Checkpoint:
 def _from_weights(
     path: Path, like: Any, entry: str | None, settings: Mapping[str, Any], alone: bool = False
 ) -> Checkpoint:
-    """The weights of any known format in a file or folder, recognised by their names.
+    """Weights from a file or folder, in any format recognised by tensor names.
 
-    What neither they nor a config.json beside them specify is assumed to be as in the published
+    Settings that neither the weights nor a config.json specify are assumed as in the published
     models, and logged.
 
     Args:
-        path, like, entry, settings: as for `read`.
-        alone: do not read what lies beside them.
+        path, like, entry, settings: as in `read`.
+        alone: ignore a config.json in the folder.
     """
     folder = path.parent if path.name in WEIGHT_FILES else path
     description, described = folder / CONFIG, None
@@ -156,7 +155,7 @@ def _from_weights(
         with prefix_errors(description), wrap_errors("it is damaged", Exception):
             described = read_described(folder, content)
         if described is None:
-            _log.warning(f"{description} is neither ours nor timm's nor transformers': not read")
+            _log.warning(f"{description} is ignored: it is not of locality, timm or transformers")
     if path.is_dir():
         path = next(path / file for file in WEIGHT_FILES if (path / file).exists())
     state, metadata = read_state(path, entry)
@@ -168,7 +167,7 @@ def _from_weights(
         return _as_described(described, state, path, settings)
     if isinstance(like, factory.TimmConfig):
         return _from_timm_state(state, like)
-    shapes = "its tensors are named as those of a model, but have other shapes"
+    shapes = "its tensors have the names of a model, but other shapes"
     wrong = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
     with prefix_errors(path), wrap_errors(shapes, *wrong):
         key_map = detect_key_map(state)
@@ -182,8 +181,8 @@ def _from_weights(
     }
     if assumed:
         _log.warning(
-            f"{path}: assumed of the model, since weights do not tell: {format_settings(assumed)}; "
-            f"where it differs, give --set NAME=VALUE, or settings={{...}} in Python"
+            f"{path} does not specify all settings; assuming {format_settings(assumed)}. "
+            f"Override with --set NAME=VALUE, or settings={{...}} in Python"
         )
     return Checkpoint(config, ours, name, key_map=key_map.name, described=False)
 
@@ -191,12 +190,12 @@ def _from_weights(
 def _as_described(
     described: Checkpoint, state: dict[str, Tensor], path: Path, settings: Mapping[str, Any]
 ) -> Checkpoint:
-    """The weights of timm's or transformers' as the config.json beside them describes them.
+    """The weights of timm or transformers, with the model of their config.json.
 
     Raises:
-        UserError: if they are not of such a model.
+        UserError: if they do not fit this model.
     """
-    with prefix_errors(f"{path}, as {CONFIG} beside it describes it"):
+    with prefix_errors(f"{path}, with the model of its {CONFIG}"):
         config = override_config(described.config, settings) if settings else described.config
         if isinstance(config, factory.TimmConfig):
             name: str | None = PREFIX + config.name
@@ -209,7 +208,7 @@ def _as_described(
 
 
 def _unwrap(state: dict[str, Tensor], path: Path, like: Any) -> dict[str, Tensor]:
-    """The tensors of the one model in a state dict, under the names that it gives them."""
+    """The tensors of the only model in a state dict, without a wrapper's prefix."""
     if isinstance(like, factory.TimmConfig):
         models = find_models(state, [f"{like.stem}.weight".removeprefix("model.")])
     else:
@@ -219,7 +218,7 @@ def _unwrap(state: dict[str, Tensor], path: Path, like: Any) -> dict[str, Tensor
     ((prefix, model),) = models.items()
     if len(model) < len(state):
         others = [name for name in state if not name.startswith(f"{prefix}.")]
-        _log.warning(f"{path}: tensors beside {prefix} are left out: {some(others, quote='')}")
+        _log.warning(f"{path}: tensors outside {prefix} are ignored: {some(others, quote='')}")
     return model
 
 
@@ -231,17 +230,17 @@ def _from_public(name: str) -> Checkpoint:
 
 
 def cache_dir() -> Path:
-    """The folder of weights: `$LOCALITY_HOME`, else `locality` in the user's cache folder."""
+    """The cache folder: `$LOCALITY_HOME`, else `locality` in the user's cache folder."""
     if "LOCALITY_HOME" in os.environ:
         return Path(os.environ["LOCALITY_HOME"]).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "locality"
 
 
 def locate_weights(row: Source) -> Path:
-    """The file of public weights: the user's own copy, the hub's cache, or a download.
+    """The file of public weights: from `cache_dir()`, the hub's cache, or a download.
 
     Raises:
-        UserError: if it is nowhere and cannot be downloaded, saying which file is wanted and where
+        UserError: if it is not cached and cannot be downloaded, with the file to fetch and where
             to put it.
     """
     folder = cache_dir() / "weights"
@@ -249,7 +248,7 @@ def locate_weights(row: Source) -> Path:
         if (folder / f"{row.name}{suffix}").exists():
             return folder / f"{row.name}{suffix}"
     causes: list[Exception] = []
-    # What the hub's own cache has needs no network.
+    # The hub's cache first, which needs no network.
     for offline in (True, False):
         with contextlib.nullcontext() if offline else offline_unless_reachable():
             for file in HUB_FILES:
@@ -258,17 +257,17 @@ def locate_weights(row: Source) -> Path:
                 except OSError as error:
                     causes.append(error)
                     if not offline and not isinstance(error, RemoteEntryNotFoundError):
-                        break  # nor can the other file be had
+                        break  # the other file would fail too
     reason = str(causes[-1]).split("\n")[0].rstrip(". ") or type(causes[-1]).__name__
     raise UserError(
-        f"{row.name} could not be downloaded ({reason}); fetch {HUB_FILES[0]} of "
+        f"{row.name} could not be downloaded ({reason}); fetch {HUB_FILES[0]} from "
         f"https://huggingface.co/{row.repo} and put it at {folder / row.name}.safetensors (.pth "
-        f"and .bin are read too), or give its path as weights"
+        f"and .bin also work), or give its path as weights"
     ) from causes[0]
 
 
 def _from_timm_state(state: Mapping[str, Any], like: factory.TimmConfig) -> Checkpoint:
-    """A state dict of timm's own model, for a model like this."""
+    """The checkpoint of a timm state dict for the model `like`."""
     state = {f"model.{name.removeprefix('model.')}": tensor for name, tensor in state.items()}
     ends: dict[str, Any] = {"num_classes": len(state.get(f"{like.classifier}.weight", ()))}
     if (stem := state.get(f"{like.stem}.weight")) is not None:
@@ -286,7 +285,7 @@ def _from_timm(name: str) -> Checkpoint:
 def _check_variant(
     checkpoint: Checkpoint, model: str, what: Path | str, settings: Mapping[str, Any]
 ) -> Checkpoint:
-    """The checkpoint under the name `model`, if that is its architecture."""
+    """The checkpoint with the name `model`, if it has that architecture."""
     row = factory.variant(model)
     if type(row.config) is not type(checkpoint.config):
         raise UserError(f"{what} does not hold {model}, but a model of another family")
@@ -304,16 +303,16 @@ def _from_hub(name: str) -> Checkpoint:
         return read_folder(Path(folder))
     except OSError as error:
         raise FileNotFoundError(
-            f"there is no file or folder {name}, and no model could be fetched from "
+            f"file or folder {name} does not exist, and no model could be downloaded from "
             f"https://huggingface.co/{name}: {str(error).splitlines()[0]}"
         ) from error
 
 
 def read_graph(path: Path) -> tuple[Any, Checkpoint, str]:
-    """A session that runs an ONNX graph, what describes it, without weights, and its name.
+    """A session of an ONNX graph, its description as a checkpoint without weights, and its name.
 
     Raises:
-        UserError: if it is no graph that this library exported, or ONNX Runtime is not installed.
+        UserError: if it was not exported by this library, or ONNX Runtime is not installed.
     """
     open_file(path, _MAX_GRAPH_BYTES).close()
     require("running an ONNX graph", "locality[export]", "onnx", "onnxruntime")
@@ -325,7 +324,7 @@ def read_graph(path: Path) -> tuple[Any, Checkpoint, str]:
 
 
 def graph_not_model(graph: str) -> UserError:
-    """The error for the graph of this name, where a model is needed."""
+    """The error for a graph where a PyTorch model is needed."""
     return UserError(
-        f"{graph} is an exported graph, which can only be run; give the model that it was made from"
+        f"{graph} is an exported graph, which can only be run; give the model it was exported from"
     )

@@ -1,9 +1,8 @@
-"""The checkpoints of runs, which are whole or refused.
+"""Checkpoints of runs, with a checksum.
 
-A file is one line of text, with the SHA-256 and the size of what follows, and then what
-`torch.save` writes. (Both `torch.load` and safetensors accept a flipped byte in a tensor without a
-word.) A new checkpoint is written beside the old one and takes its place when it is on disk; the
-old one is kept as `previous.ckpt`.
+A file is a line of text with the SHA-256 and the size of the rest, followed by the output of
+`torch.save`. (Neither `torch.load` nor safetensors notices a flipped byte in a tensor.) A new
+checkpoint replaces the old one only when it is on disk; the old one is kept as `previous.ckpt`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _HEADER_BYTES = len(_MAGIC) + 1 + 64 + 1 + 20 + 1
 
 
 class DamagedCheckpoint(RunFailed):
-    """A checkpoint is not what was written; the message names the file."""
+    """A checkpoint does not match its checksum; the message names the file."""
 
     exit_code = 2
 
@@ -44,11 +43,11 @@ class DamagedCheckpoint(RunFailed):
 _TENSOR = "\0tensor"
 
 Packed = dict[str, Any]
-"""A state on its way to disk: a copy in main memory that training no longer touches.
+"""A copy of a state in main memory, ready to be written while training continues.
 
-Hundreds of small tensors take `torch.save` ten times as long as one large one, and hold up the
-training thread all the while; so they are laid end to end: `buffers` has one for each dtype, by its
-name, and `tree` is the state with `[_TENSOR, dtype, offset, shape]` in the place of each tensor.
+`torch.save` takes ten times as long for hundreds of small tensors as for one large one, and blocks
+the training thread meanwhile. `buffers` therefore concatenates the tensors of each dtype, by its
+name; `tree` is the state with `[_TENSOR, dtype, offset, shape]` instead of each tensor.
 """
 
 
@@ -69,7 +68,7 @@ def pack(state: Mapping[str, Any]) -> Packed:
 
 
 def unpack(packed: Packed) -> Any:
-    """Undo `pack`; every tensor has memory of its own."""
+    """Undo `pack`; tensors do not share memory."""
 
     def is_tensor(node: Any) -> bool:
         return isinstance(node, list) and node[:1] == [_TENSOR]
@@ -87,8 +86,7 @@ def unpack(packed: Packed) -> Any:
 def write_checkpoint(path: Path, packed: Packed) -> None:
     """Write a packed state to `path`, atomically.
 
-    A checkpoint that is there already becomes `previous.ckpt` in the same folder, once the new
-    one is on disk.
+    An existing checkpoint becomes `previous.ckpt` in the same folder once the new one is on disk.
     """
     with atomic_file(path) as file:
         file.write(b" " * _HEADER_BYTES)
@@ -103,7 +101,7 @@ def write_checkpoint(path: Path, packed: Packed) -> None:
 
 
 def _link(path: Path, name: str, without_links: Callable[[Path, Path], Any]) -> None:
-    """Give a checkpoint a second name; what has it now loses it."""
+    """Give a checkpoint a second name, replacing any file of that name."""
     second = path.parent / f".{name}.tmp"
     second.unlink(missing_ok=True)
     try:
@@ -114,11 +112,11 @@ def _link(path: Path, name: str, without_links: Callable[[Path, Path], Any]) -> 
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The state that `write_checkpoint` wrote, in main memory.
+    """Read a checkpoint written by `write_checkpoint` into main memory.
 
     Raises:
-        DamagedCheckpoint: if a single bit of the file is not as it was written.
-        FileNotFoundError: if there is no such file.
+        DamagedCheckpoint: if the file differs in any bit from the one written.
+        FileNotFoundError: if the file does not exist.
     """
     with open_file(path) as file:
         header = file.read(_HEADER_BYTES)
@@ -134,12 +132,12 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             raise DamagedCheckpoint(str(error)) from error
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise DamagedCheckpoint(
-                f"checkpoint {path} holds something else than the state of a run"
+                f"checkpoint {path} does not hold the state of a run"
             ) from error
 
 
 def _expected_header(file: IO[bytes]) -> bytes:
-    """The header that fits what follows it in a file, which is left at its end."""
+    """The header for the rest of a file; leaves the file at its end."""
     file.seek(_HEADER_BYTES)
     digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
     return f"{_MAGIC} {digest} {file.tell() - _HEADER_BYTES:020d}\n".encode()
@@ -150,14 +148,14 @@ def _damage(path: Path, header: bytes, size: int) -> str:
     if len(header) == _HEADER_BYTES and words[-1:] and words[-1].isdigit():
         written = int(words[-1])
         if size < written:
-            return f"checkpoint {path} is cut short: {size} of {written} bytes"
+            return f"checkpoint {path} is truncated: {size} of {written} bytes"
     return f"checkpoint {path} is damaged: its content does not match its checksum"
 
 
 def _newest_valid(
     folder: Path, names: Sequence[str]
 ) -> tuple[dict[str, Any] | None, str, dict[str, str]]:
-    """The first of these checkpoints that is whole, its name, and what is wrong with others."""
+    """The first intact checkpoint of `names`, its name, and the errors of the damaged ones."""
     damaged: dict[str, str] = {}
     for name in names:
         try:
@@ -170,10 +168,10 @@ def _newest_valid(
 
 
 class CheckpointFolder:
-    """The checkpoints of one run: the last one, and the one before it; one at a time is saved.
+    """The last, previous and best checkpoints of a run, saved one at a time.
 
     Args:
-        path: the folder, which exists.
+        path: an existing folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -183,11 +181,11 @@ class CheckpointFolder:
         self._failure: Exception | None = None
 
     def save(self, packed: Packed) -> None:
-        """Make a packed state the last checkpoint.
+        """Write a packed state as the last checkpoint; on errors, existing checkpoints are kept.
 
         Raises:
-            CheckpointNotSaved: if it cannot be written; what was there is untouched.
-            NonFiniteWeights: if a weight is infinite or not a number; what was there is untouched.
+            CheckpointNotSaved: if it cannot be written.
+            NonFiniteWeights: if a weight is infinite or NaN.
         """
         step = packed["tree"]["step"]
         for name, (_, dtype, offset, shape) in packed["tree"]["model"].items():
@@ -199,7 +197,7 @@ class CheckpointFolder:
         try:
             write_checkpoint(self.path / LAST, packed)
         except (OSError, RuntimeError) as error:
-            # torch.save turns a write error into a RuntimeError of its own.
+            # torch.save raises a RuntimeError for a write error.
             cause = error if isinstance(error, OSError) else error.__context__
             if not isinstance(cause, OSError):
                 raise
@@ -207,34 +205,33 @@ class CheckpointFolder:
             raise CheckpointNotSaved(
                 f"the checkpoint of step {step} could not be written to {self.path} "
                 f"({'the disk is full' if full else cause.strerror or cause}); {self._kept()}. "
-                f"Make room and give the same command again"
+                f"Free some space and repeat the command"
             ) from error
         self.saved_step = step
 
     def _kept(self) -> str:
         if self.saved_step is None:
-            return "there is no earlier one"
+            return "no earlier one exists"
         return f"the one of step {self.saved_step} is kept"
 
     def keep_best(self) -> None:
-        """Keep the checkpoint saved last as the best, whatever is saved later."""
+        """Keep the last checkpoint also as the best."""
         last = self.path / LAST
-        # The last one is missing where a run went on from the one before it.
+        # The last one is missing if the run resumed from the previous one.
         _link(last if last.exists() else self.path / PREVIOUS, BEST, shutil.copyfile)
 
     def load(self) -> tuple[dict[str, Any] | None, str, list[str]]:
-        """The newest checkpoint that is whole, or None when none was ever written.
+        """The newest intact checkpoint, or None if none was written.
 
-        A damaged one is renamed to `….damaged`, so that it cannot replace a good one.
+        Damaged ones are renamed to `….damaged`, so that they cannot replace a good one.
 
         Returns:
-            the state, the name of its file ("" for none), and a sentence for each file that had
-            to be passed over.
+            the state, its filename ("" for none), and a sentence for each file skipped.
 
         Raises:
-            DamagedCheckpoint: if there are checkpoints and none is whole.
+            DamagedCheckpoint: if all existing checkpoints are damaged.
         """
-        # Temporary files, of a process that was killed while saving.
+        # Temporary files of a process killed while saving.
         leftovers = list(self.path.glob(".*.tmp"))
         for leftover in leftovers:
             leftover.unlink(missing_ok=True)
@@ -249,15 +246,15 @@ class CheckpointFolder:
         elif passed_over:
             raise DamagedCheckpoint(
                 "; ".join(passed_over)
-                + ". No whole checkpoint is left: start again in a new folder"
+                + ". No intact checkpoint is left: start again in a new folder"
             )
         return state, name, passed_over
 
     def start(self, state: Mapping[str, Any]) -> None:
-        """Copy `state` and begin to save the copy in a thread, once the one before is saved.
+        """Copy `state` and save the copy in a thread, after waiting for the previous one.
 
         Raises:
-            CheckpointNotSaved: if the checkpoint before it could not be.
+            CheckpointNotSaved: if the previous checkpoint could not be saved.
         """
         self.wait()
         self._thread = threading.Thread(target=self._save_in_thread, args=(pack(state),))
@@ -266,24 +263,24 @@ class CheckpointFolder:
     def _save_in_thread(self, packed: Packed) -> None:
         try:
             self.save(packed)
-        except Exception as error:  # handed over to the thread that trains
+        except Exception as error:  # re-raised in the training thread
             self._failure = error
 
     def wait(self) -> None:
-        """Return when nothing is being saved.
+        """Wait until no checkpoint is being saved.
 
         Raises:
-            CheckpointNotSaved: if the checkpoint could not be.
+            CheckpointNotSaved: if the checkpoint could not be saved.
         """
         if self._thread is not None:
-            # A future has its result before its thread has ended, and a process that is forked in
-            # between, as loading workers are, can wait for ever.
+            # Joins the thread: a future's result is ready before its thread ends, and processes
+            # forked in between (data loading workers) can deadlock.
             self._thread.join()
             self._thread = None
         self.check()
 
     def check(self) -> None:
-        """Raise what went wrong, if something has; costs nothing.
+        """Raise an error of the saving thread, if any.
 
         Raises:
             CheckpointNotSaved: if the last checkpoint could not be saved.
@@ -294,12 +291,9 @@ class CheckpointFolder:
 
 
 def load_best_state(folder: Path | str) -> dict[str, Any]:
-    """The best checkpoint of the run in `folder` if it keeps that, else the last whole one.
-
-    It is read without touching it.
-    """
+    """The best checkpoint of a run if it has one, else the last intact one. Read-only."""
     state, _, damaged = _newest_valid(Path(folder) / "checkpoints", (BEST, LAST, PREVIOUS))
     if state is not None:
         return state
-    reason = "; ".join(damaged.values()) or "it has no checkpoint yet"
+    reason = "; ".join(damaged.values()) or "no checkpoint yet"
     raise UserError(f"run folder {folder} has no weights to load: {reason}")

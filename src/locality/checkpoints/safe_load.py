@@ -1,15 +1,14 @@
-"""Weight files from anywhere, read without running what is in them.
+"""Read untrusted weight files without running code in them.
 
-A PyTorch file is a pickle, and a pickle is a program. Files are therefore read with
-`weights_only=True`, always: torch's own unpickler, which knows tensors and containers and calls
-nothing else. Two classes are allowed beside them, since the ConViT authors' files carry their
-command line: `argparse.Namespace`, which only holds values, and paths, which are read as pure ones
-and touch no file.
+A PyTorch file is a pickle, which is a program. Files are always read with `weights_only=True`:
+torch's unpickler, restricted to tensors and containers. Two more classes are allowed, because the
+ConViT authors' files include their command line: `argparse.Namespace`, which only holds values, and
+paths, which are read as pure paths that access no file.
 
-That unpickler can still be made to take hours or all memory. So the program is looked through
-first: its length, the names in it, and what it hashes, since keys that are not text can be chosen
-to have one hash. Nor may an archive hold more than its own size, or a tensor
-more numbers than the file has for it.
+The restricted unpickler can still be made to run for hours or exhaust memory. The program is
+therefore scanned first: its length, the names in it, and the number of keys it hashes other than
+text, since these can be chosen to collide. An archive must not hold more than its own size, nor a
+tensor more numbers than the file has for it.
 """
 
 from __future__ import annotations
@@ -42,48 +41,47 @@ ALLOWED_CLASSES: tuple[Any, ...] = (
         for name in (path_class.__name__, path_class.__name__.removeprefix("Pure"))
     ),
 )
-"""The classes that a pickle may name beside torch's own tensors and containers, with the name it
-may give them where that is not their own."""
+"""Classes that a pickle may name besides torch's tensors and containers, with their name in the
+pickle if it differs."""
 
 _NAMED_GLOBAL = re.compile(r"GLOBAL (\S+)")
-# What torch would call on the file's word, and what takes as much memory as the file says.
+# torch would allocate as much memory as the file says, or call what the file names.
 _UNSAFE_GLOBALS = ("bytearray", "Tensor")
-# A tensor takes some 25 operations and 200 bytes; safetensors describes one in 100 bytes.
+# A tensor takes about 25 operations and 200 bytes; in safetensors, 100 bytes.
 _MAX_OPCODES = 500_000
 _MAX_TENSORS = 20_000
-# A tensor has four tuples; some 200,000, each in the next, end the process where one is a key.
+# A tensor takes four tuples. About 200,000 nested ones crash the process if used as a key.
 _MAX_TUPLES = 100_000
 _MAX_DIMS = 8
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Tied weights are one tensor by several names; the copies made of each take memory of their own.
+# Tied weights are one tensor with several names, which is copied for each.
 _MOST_SHARED = 4
-# Text has another hash in every process. Other keys may all have one: n of them take n² steps.
+# Hashes of text are randomised per process. Other keys can collide: n of them take n² steps.
 _MAX_HASHED = 10_000
 _HASHING = ("set", "Counter", "OrderedDict")
 _MAX_PICKLE_BYTES = 16 << 20
 _MAX_HEADER_BYTES = 16 << 20
-# A legacy file begins with five pickles: magic number, version, system, content, storages.
+# A legacy file starts with five pickles: magic number, version, system, content, storages.
 _LEGACY_PICKLES = 5
 
 
 def read_state(
     path: Path | str, entry: str | None = None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read a state dict from a `.safetensors` or PyTorch file, on the CPU.
+    """Read a state dict from a safetensors or PyTorch file, on the CPU.
 
     Args:
-        path: the file. Its content decides what it is, not its name.
-        entry: which state dict to take, where a training checkpoint holds several ("model",
-            "model_ema"), or the first part of the names to take ("student"); the only one
-            unless given.
+        path: the file; its format is detected from the content.
+        entry: the state dict to read from a checkpoint with several ("model", "model_ema"), or the
+            prefix of the tensors to read ("student"); not needed if there is only one.
 
     Returns:
         the state dict, and the text fields in the header of a safetensors file.
 
     Raises:
-        OSError: if there is no such file.
-        UserError: if it is no weight file, is damaged, wants to run code, or holds no or several
-            state dicts; naming the file and the cause.
+        OSError: if the file does not exist.
+        UserError: if it is not a weight file, is damaged, would run code, or does not hold exactly
+            one state dict and `entry` is not given; naming the file and the cause.
     """
     path = Path(path)
     if is_safetensors(path):
@@ -99,18 +97,18 @@ def read_safetensors(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str
     """The tensors of a safetensors file, and the text fields in its header.
 
     Raises:
-        UserError: if the file is damaged or truncated, or holds too many tensors.
+        UserError: if the file is damaged or truncated, or has too many tensors.
     """
     with open_file(path) as opened:
         length = int.from_bytes(opened.read(8), "little")
         if length > _MAX_HEADER_BYTES:
-            raise UserError(f"{path} is damaged: its header would be {length:,} bytes long")
+            raise UserError(f"{path} is damaged: its header claims {length:,} bytes")
         header = opened.read(length)
-    # Each tensor is described in braces, and so is what is said of all.
+    # The header is JSON with one object per tensor.
     if header.count(b"{") > _MAX_TENSORS:
         raise UserError(
-            f"{path} was refused: it describes more than {_MAX_TENSORS:,} tensors, which no model "
-            f"here has"
+            f"{path} was refused: it has more than {_MAX_TENSORS:,} tensors, more than any model "
+            f"needs"
         )
     damaged = f"{path} is damaged or truncated"
     with wrap_errors(damaged, Exception), safe_open(str(path), framework="pt") as file:
@@ -120,11 +118,11 @@ def read_safetensors(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether a file is one of safetensors, and not of PyTorch, by its first bytes.
+    """Whether a file is a safetensors rather than a PyTorch file, by its first bytes.
 
     Raises:
-        OSError: if there is no such file.
-        UserError: for anything else, saying what it looks like.
+        OSError: if the file does not exist.
+        UserError: if it is neither, saying what it looks like.
     """
     with open_file(path) as file:
         start = file.read(512)
@@ -140,7 +138,7 @@ def is_safetensors(path: Path) -> bool:
     if start.startswith(b"PK\x03\x04") or start[:1] == b"\x80":
         return False
     text = start.decode(errors="replace").lower()
-    # The cut may have gone through the last character.
+    # The last character may be cut off.
     if "\0" not in text and "\N{REPLACEMENT CHARACTER}" not in text[:-1]:
         what = "a web page" if "<html" in text or "<!doctype" in text else "text"
         raise UserError(f"{path} holds {what}, not weights")
@@ -151,12 +149,12 @@ def unpickle(file: IO[bytes], path: Path | str) -> Any:
     """The content of a PyTorch file, on the CPU.
 
     Args:
-        file: open where it begins, which may be behind a header. (torch looks at a path's ending.)
-        path: what to call it.
+        file: the open file, positioned after any header. (torch looks at a path's suffix.)
+        path: its path, for messages.
 
     Raises:
-        UserError: if it is none, is damaged, wants to run code, or would take more memory than
-            it has a size.
+        UserError: if it is not a PyTorch file, is damaged, would run code, or would take more
+            memory than its size.
     """
     start = file.tell()
     names = _scan_pickle(file, path)
@@ -164,16 +162,16 @@ def unpickle(file: IO[bytes], path: Path | str) -> Any:
     try:
         with torch.serialization.safe_globals([*ALLOWED_CLASSES]):
             return torch.load(file, map_location="cpu", weights_only=True)
-    # The reader meets arbitrary bytes here; whatever it stumbles over, they are no weights.
+    # Arbitrary input may raise anything.
     except Exception as error:
         if wanted := _NAMED_GLOBAL.search(str(error)):
             raise _unsafe_global(path, wanted[1]) from error
         if isinstance(error, pickle.UnpicklingError):
-            what = "was refused: it is a pickle, but not one of PyTorch weights"
+            what = "was refused: it is a pickle, but not of PyTorch weights"
         elif "TorchScript" in str(error):
             what = "is a TorchScript program, not weights; save the model's state_dict instead"
         elif names & {"models/model.json", "serialized_exported_program.json"}:
-            what = "is a program of torch.export, not weights; run it with torch.export.load"
+            what = "is a torch.export program, not weights; run it with torch.export.load"
         else:
             what = f"is damaged or truncated: {one_line(error)}"
         raise UserError(f"{path} {what}") from error
@@ -181,30 +179,30 @@ def unpickle(file: IO[bytes], path: Path | str) -> Any:
 
 def _unsafe_global(path: Path | str, name: str) -> UserError:
     return UserError(
-        f"{path} was refused, and nothing in it was run: it wants to call {name}, and weights are "
-        f"read only from files that hold nothing but tensors: save model.state_dict()"
+        f"{path} was refused, and nothing in it was run: it would call {name}. Only files of "
+        f"tensors are read; save model.state_dict()"
     )
 
 
 def _scan_pickle(file: IO[bytes], path: Path | str) -> set[str]:
-    """Refuse a pickle that would take long or much memory; the names of an archive's entries."""
+    """Check that a pickle takes little time and memory; returns an archive's entry names."""
     program, names = file.read(_MAX_PICKLE_BYTES), set[str]()
     if program.startswith(b"PK\x03\x04"):
         size, held = file.seek(0, io.SEEK_END), 0
         try:
             with zipfile.ZipFile(file) as archive:
                 entries = [(e.filename.partition("/")[2], e) for e in archive.infolist()]
-                # TorchScript's code is compressed, and refused below with a word on what it is.
+                # TorchScript's code is compressed; it gets a better message below.
                 held = sum(e.file_size for name, e in entries if not name.startswith("code/"))
                 names = {name for name, _ in entries}
                 pickles = [e for name, e in entries if name == "data.pkl" and held <= size]
                 program = b"".join(map(archive.read, pickles))
         except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError):
-            return names  # torch reads archives in its own way, and says what is wrong
+            return names  # torch reads archives differently, and reports the error
         if held > size:
             raise UserError(
-                f"{path} was refused: its entries are larger than the file itself, and weights "
-                f"are not compressed"
+                f"{path} was refused: its entries are larger than the file itself, but weights "
+                f"are never compressed"
             )
     tuples, stream, machine = 0, io.BytesIO(program), _Machine()
     with wrap_errors(f"{path} is damaged", IndexError, KeyError):
@@ -213,32 +211,32 @@ def _scan_pickle(file: IO[bytes], path: Path | str) -> set[str]:
             if count >= _MAX_OPCODES or tuples > _MAX_TUPLES:
                 raise UserError(
                     f"{path} was refused: it is a pickle of more than {_MAX_OPCODES:,} "
-                    f"operations, which no model's weights need"
+                    f"operations, more than any model's weights need"
                 )
             if code.name == "GLOBAL" and str(argument).rpartition(" ")[2].endswith(_UNSAFE_GLOBALS):
                 raise _unsafe_global(path, str(argument).replace(" ", "."))
             machine.step(code, argument)
             if machine.hashed > _MAX_HASHED:
                 raise UserError(
-                    f"{path} was refused: it is a pickle of more than {_MAX_HASHED:,} keys that "
-                    f"are not text, which no model's weights have"
+                    f"{path} was refused: it is a pickle with more than {_MAX_HASHED:,} keys that "
+                    f"are not text, more than any model's weights have"
                 )
     if stream.tell() == _MAX_PICKLE_BYTES:
         raise UserError(
             f"{path} was refused: it is a pickle of more than {_MAX_PICKLE_BYTES:,} bytes "
-            f"beside its tensors"
+            f"besides its tensors"
         )
     return names
 
 
 class _Machine:
-    """Follows a pickle as torch's unpickler would, and makes nothing of it but a count.
+    """Simulates torch's unpickler, counting the values that it would hash.
 
-    A value on the stack is how many numbers, and other things that are not text, it has in it; of
-    a class or function, its name is with it.
+    A value on the stack is represented by the number of non-text values it contains; for a class or
+    function, followed by its name.
 
     Attributes:
-        hashed: how many have been hashed.
+        hashed: number of non-text values hashed so far.
     """
 
     def __init__(self) -> None:
@@ -248,7 +246,7 @@ class _Machine:
         self._memo: dict[Any, list[Any]] = {}
 
     def step(self, code: pickletools.OpcodeInfo, argument: Any) -> None:
-        """Follow one operation."""
+        """Simulate one operation."""
         name, before = code.name, code.stack_before
         if name == "MARK":
             self._frames.append(self._stack)
@@ -285,14 +283,14 @@ class _Machine:
 
 
 def _opcodes(stream: IO[bytes]) -> Iterator[tuple[pickletools.OpcodeInfo, Any, int | None]]:
-    """What pickles would do, until numbers begin or what torch will say is wrong."""
+    """The operations of the leading pickles, up to the tensors' data or an error."""
     with contextlib.suppress(Exception):
         for _ in range(_LEGACY_PICKLES):
             yield from pickletools.genops(stream)
 
 
 def _check_tensors(state: Mapping[str, Tensor], path: Path | str) -> None:
-    """Refuse tensors that no model has, or that are not in the file number by number."""
+    """Check that tensors are plain, of a supported dtype, and fully stored in the file."""
     for name, tensor in state.items():
         plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
         in_file = plain and tensor.device.type == "cpu"
@@ -300,19 +298,19 @@ def _check_tensors(state: Mapping[str, Tensor], path: Path | str) -> None:
             raise UserError(f"{path}: the file does not hold all numbers of the tensor {name}")
         if tensor.dim() > _MAX_DIMS or (tensor.dtype not in _DTYPES and tensor.is_floating_point()):
             raise UserError(
-                f"{path}: the tensor {name} has {tensor.dim()} axes of {tensor.dtype}, which no "
-                f"model's has here"
+                f"{path}: the tensor {name} has {tensor.dim()} axes of {tensor.dtype}, which is "
+                f"not supported"
             )
     size, held = sum(tensor.nbytes for tensor in state.values()), os.path.getsize(path)
     if size > _MOST_SHARED * held:
         raise UserError(
-            f"{path} was refused: its tensors share memory, and would take {size / 1e6:,.0f} MB by "
-            f"themselves, the file {held / 1e6:,.1f}"
+            f"{path} was refused: its tensors share memory, and copied would take "
+            f"{size / 1e6:,.0f} MB, the file {held / 1e6:,.1f}"
         )
 
 
 def _select_state_dict(content: Any, entry: str | None, path: Path) -> dict[str, Tensor]:
-    """The one state dict in what a file holds."""
+    """The selected, or only, state dict in a file's content."""
     if not isinstance(content, Mapping):
         raise UserError(f"{path} holds a {type(content).__name__}, not a state dict")
     if not content:
@@ -336,13 +334,13 @@ def _select_state_dict(content: Any, entry: str | None, path: Path) -> dict[str,
         if name.startswith(f"{entry}.")
     }
     if len(found) > 1 or not inside:
-        held = ", ".join(filter(None, found)) or "one, without a name; leave the entry out"
+        held = ", ".join(filter(None, found)) or "one without a name; omit the entry"
         raise UserError(f"{path} has no state dict '{entry}'; it has: {held}")
     return inside
 
 
 def several_entries(path: Path, entries: Iterable[str]) -> UserError:
-    """The error for a file with several state dicts, of which none was chosen."""
+    """The error for a file with several state dicts and no `entry`."""
     return UserError(
         f"{path} holds several state dicts ({', '.join(entries)}); choose one with --entry NAME "
         f"(entry= in Python)"

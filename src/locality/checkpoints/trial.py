@@ -1,7 +1,7 @@
-"""An ONNX graph tried on one image, in a process that may take little time and memory.
+"""Try an ONNX graph on one image, in a process with limited time and memory.
 
-A graph is a program. One with control flow, functions or files of its own is refused unrun; what
-is left takes as long for every image. The process does not import torch.
+A graph is a program. Graphs with control flow, functions or external files are refused without
+running them; others take the same time for every image. The process does not import torch.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from locality.checkpoints.registry import FORMAT
 from locality.errors import UserError, one_line
 
 INPUT, OUTPUT = "images", "logits"
-"""The names of a graph's input and output."""
+"""Names of a graph's input and output."""
 
 SECONDS, BYTES = 8, 1_500_000_000
-"""The most that a graph may take, of a processor and of memory; a large file may take more."""
-_LARGE = 100_000_000  # bytes of a file, for each of which it may take 2 s more
-_ERRORS = 3  # of ONNX Runtime's severities
+"""Limits on a graph's CPU time and memory, raised for large files."""
+_LARGE = 100_000_000  # 2 s more for each of this many bytes
+_ERRORS = 3  # ONNX Runtime's severity
 
 
 def session_of(graph: Path | str | bytes, threads: int = 0) -> Any:
-    """An ONNX Runtime session of a graph on the processor; quiet."""
+    """A quiet ONNX Runtime session on the CPU."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -38,10 +38,10 @@ def session_of(graph: Path | str | bytes, threads: int = 0) -> Any:
 
 
 def check_graph(path: Path) -> None:
-    """Refuse a graph that cannot be run on an image, or not within the limits.
+    """Check that a graph runs on an image within the limits.
 
     Raises:
-        UserError: naming it and the cause.
+        UserError: if it does not, naming the file and the cause.
     """
     command = [sys.executable, "-P", "-m", __name__, str(path.absolute())]
     paths = os.pathsep.join(filter(None, sys.path))
@@ -51,8 +51,8 @@ def check_graph(path: Path) -> None:
         raise UserError(f"{path} was refused: it takes more than {SECONDS} s for one image")
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()
-        cause = said[-1] if said and done.returncode > 0 else "ONNX Runtime breaks down in it"
-        raise UserError(f"{path} is not a sound ONNX graph: {cause}")
+        cause = said[-1] if said and done.returncode > 0 else "ONNX Runtime crashes"
+        raise UserError(f"{path} is not a valid ONNX graph: {cause}")
 
 
 def _try(path: Path) -> None:
@@ -61,34 +61,32 @@ def _try(path: Path) -> None:
 
     proto = onnx.load(path, load_external_data=False)
     if proto.functions:
-        raise UserError("it defines functions, and graphs of this library have none")
+        raise UserError("it defines functions, which graphs exported by this library do not")
     tensors = [*proto.graph.initializer]
     for node in proto.graph.node:
         for attribute in node.attribute:
             if attribute.HasField("g") or attribute.graphs:
-                raise UserError(f"it has control flow ({node.op_type}), and graphs here have none")
+                raise UserError(f"it has control flow ({node.op_type}), which is not supported")
             tensors += [attribute.t, *attribute.tensors]
     outside = [each for each in tensors if each.external_data or each.data_location]
     if outside or proto.graph.sparse_initializer:
-        raise UserError("its weights are not in it as those of this library's graphs are")
+        raise UserError("its weights are external or sparse, which is not supported")
     about = {entry.key: entry.value for entry in proto.metadata_props}
     if FORMAT not in about:
-        raise UserError(
-            "it does not say how its images are prepared; it was not exported by this library"
-        )
+        raise UserError("it has no preprocessing; it was not exported by this library")
     described = json.loads(about[FORMAT])
     model = described["architecture"]
     size = (described["input"] or model)["img_size"]
     sides = (size, size) if isinstance(size, int) else size
     session = session_of(str(path), threads=1)
     if [output.name for output in session.get_outputs()] != [OUTPUT]:
-        raise UserError(f"it has no output '{OUTPUT}' alone")
+        raise UserError(f"its only output must be '{OUTPUT}'")
     rng = np.random.default_rng(0)
     images = rng.standard_normal((1, model.get("in_chans", 3), *sides), np.float32)
     (logits,) = session.run([OUTPUT], {INPUT: images})
     wanted = (1, model["num_classes"])
     if logits.shape != wanted:
-        raise UserError(f"it answers an image with numbers of shape {logits.shape}, not {wanted}")
+        raise UserError(f"its output for one image has shape {logits.shape}, not {wanted}")
 
 
 def _main() -> None:
@@ -102,7 +100,7 @@ def _main() -> None:
         resource.setrlimit(limit, (most, most))
     try:
         _try(path)
-    # Arbitrary bytes are met here by two libraries.
+    # Arbitrary input may raise anything in onnx and ONNX Runtime.
     except Exception as error:
         print(one_line(error), file=sys.stderr)
         sys.exit(1)

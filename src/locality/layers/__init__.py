@@ -1,6 +1,6 @@
-"""The layers of both papers: attention with and without position, convolution, and the block.
+"""The layers of both papers: attention, positional attention, convolution, and the block.
 
-Names are imported when they are first used: grids and configurations load without torch.
+Names are imported on first use, so that grids and configurations load without torch.
 """
 
 from __future__ import annotations

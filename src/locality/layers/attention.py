@@ -2,9 +2,8 @@
 
 Shapes:  B batch · N tokens · C width · h heads · d = C/h head width · (H, W) token grid
 
-All three attention layers take tokens (B, N, C) and the grid the patches lie on, and return
-(B, N, C). With `attention_maps` they also show the attention they use, computed from the same
-weights in its explicit, quadratic form; the forward pass never materialises it.
+All three layers map tokens (B, N, C) and the patch grid to (B, N, C). `attention_maps` returns the
+attention matrices explicitly, for inspection; the forward pass never materialises them.
 """
 
 from __future__ import annotations
@@ -48,16 +47,15 @@ class AttentionMaps:
     """The attention of every head, for one layer and one batch of inputs.
 
     Attributes:
-        mixed: the attention the layer uses, (B, h, queries, keys); rows sum to one, minus the
-            attention to zero padding, if there is any.
-        content: its content part, softmax(QKᵀ/√d), same shape; None where the layer has one softmax
-            over the sum of both terms.
-        position: its positional part, (h, queries, keys); None for layers without one.
-        gate: σ(λ), the fraction of the positional part, (h,); None for layers without a gate.
-        query_grid, key_grid: the grids that queries and keys lie on.
-        prefix_tokens: how many rows and columns (class tokens) come before the patches.
-        query, key: (B, h, queries, d) and (B, h, keys, d); the query is scaled, so that the content
-            scores are query @ keyᵀ.
+        mixed: the attention the layer uses, (B, h, queries, keys); rows sum to one, less any
+            attention to zero padding.
+        content: content attention, softmax(QKᵀ/√d), same shape.
+        position: positional attention, (h, queries, keys); None for layers without one.
+        gate: σ(λ), the weight of the positional part, (h,); None for layers without a gate.
+        query_grid, key_grid: the grids of queries and keys.
+        prefix_tokens: number of class tokens before the patches, in rows and columns.
+        query, key: (B, h, queries, d) and (B, h, keys, d); content scores are query @ keyᵀ (the
+            query is already scaled).
     """
 
     mixed: Tensor
@@ -72,13 +70,13 @@ class AttentionMaps:
 
 
 def prefix_length(tokens: int, grid: Grid) -> int:
-    """How many of `tokens` come before the patches of `grid` (the class token, if any)."""
+    """Number of tokens before the patches of `grid`: 1 with a class token, else 0."""
     return tokens - grid[0] * grid[1]
 
 
 @register_notrace_module
 class _Attention(nn.Module):
-    """The base of the three layers: a fused input projection and an output projection.
+    """Base of the three layers: a fused input projection and an output projection.
 
     Args:
         dim: token width C.
@@ -90,7 +88,7 @@ class _Attention(nn.Module):
         out_dim: width of the output; C unless given.
 
     Raises:
-        UserError: if C cannot be divided between the heads.
+        UserError: if C is not a multiple of the heads.
     """
 
     def __init__(
@@ -119,7 +117,7 @@ class _Attention(nn.Module):
 
     @property
     def value_weight(self) -> Tensor:
-        """The rows of the fused projection that compute the values W_val, (h·d_v, C)."""
+        """W_val, the value rows of the fused projection, (h·d_v, C)."""
         return self.qkv.weight[2 * self.num_heads * self.head_dim :]
 
     def _queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,15 +143,15 @@ class SelfAttention(_Attention):
     """Multi-head self-attention: softmax(QKᵀ/√d) V, heads concatenated and projected (Eq. 1–3)."""
 
     def forward(self, x: Tensor, grid: Grid, class_token_only: bool = False) -> Tensor:
-        """(B, N, C) → (B, N, C), or (B, 1, C) for the first token alone.
+        """(B, N, C) → (B, N, C), or (B, 1, C) for the first token only.
 
-        The grid is not used: content attention ignores position.
+        The grid is unused: content attention ignores position.
         """
         split = self._first_query_keys_values if class_token_only else self._queries_keys_values
         return self._project(attend(*split(x)))
 
     def _first_query_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As `_queries_keys_values`, with the query of the first token alone."""
+        """Like `_queries_keys_values`, with the query of the first token only."""
         sizes, bias = [self.dim, 2 * self.dim], self.qkv.bias
         weights = self.qkv.weight.split(sizes)
         biases = (None, None) if bias is None else bias.split(sizes)
@@ -172,13 +170,13 @@ class SelfAttention(_Attention):
 
 
 class BasePositionalAttention(_Attention):
-    """The base of PSA and GPSA: a learned v_pos per head, and the convolutional initialisation.
+    """Base of PSA and GPSA: a learned v_pos per head, and the convolutional initialisation.
 
     Args:
         locality_strength: α of Eq. 5, how sharply heads focus on their centre at initialisation.
-        conv_init: start as a random convolution (Eq. 5); otherwise v_pos and the values are
-            initialised like every other weight.
-        kwargs: as of `SelfAttention`.
+        conv_init: start as a random convolution (Eq. 5); otherwise v_pos and the values use the
+            default init.
+        kwargs: arguments of `SelfAttention`.
     """
 
     def __init__(
@@ -207,9 +205,9 @@ class BasePositionalAttention(_Attention):
 class PositionalSelfAttention(BasePositionalAttention):
     """Positional self-attention: one softmax over content and position, QKᵀ/√d + v_pos·r (Eq. 4).
 
-    Content is scaled by 1/√d so that this layer and the gated one differ in the gate alone. The
-    convolutional initialisation sets W_qry and W_key to zero too, as Eq. 5 prints it: attention is
-    purely positional then, and stays so, since neither gets a gradient while the other is zero.
+    Content is scaled by 1/√d, so that this layer differs from GPSA only in the gate. As in Eq. 5,
+    the convolutional initialisation also sets W_qry and W_key to zero. Attention then stays purely
+    positional, since neither gets a gradient while the other is zero.
     """
 
     def __init__(self, dim: int, num_heads: int, **kwargs: Any) -> None:
@@ -221,14 +219,14 @@ class PositionalSelfAttention(BasePositionalAttention):
         """(B, N, C) → (B, N, C) with N = H·W."""
         check_grid(x, grid)
         q, k, v = self._queries_keys_values(x)
-        # QKᵀ/√d + v_pos·r is one product of what stands side by side.
+        # QKᵀ/√d + v_pos·r = [q|φ]·[k|ψ]ᵀ: one SDPA call.
         queries, keys = Fused.of(stacked_scores([self.v_pos], grid), 0, v.dtype)
         q = torch.cat((q / math.sqrt(self.head_dim), queries.expand(*q.shape[:2], -1, -1)), dim=-1)
         k = torch.cat((k, keys.expand(k.shape[0], -1, -1, -1)), dim=-1)
         return self._project(attend_widely(q, k, v))
 
     def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
-        """The attention that `forward(x, grid)` uses, and what each term alone would give."""
+        """The attention that `forward(x, grid)` uses, and the softmax of each term alone."""
         check_grid(x, grid)
         q, k, _ = self._queries_keys_values(x)
         scores, q = self._content_scores(q, k), q / math.sqrt(self.head_dim)
@@ -245,11 +243,11 @@ class GatedPositionalSelfAttention(BasePositionalAttention):
     Both terms have rows that sum to one, so the paper's `normalize` changes nothing.
 
     Args:
-        gating_init: initial λ of every head (the paper's 1). Thanks to the gate W_qry and W_key
-            start plainly (§3), whatever `conv_init`.
-        window: the query positions and the zero padding of the keys, where the layer replaces a
-            convolution; every token and no padding unless given.
-        kwargs: as of `PositionalSelfAttention`.
+        gating_init: initial λ of every head (1 in the paper). W_qry and W_key use the default init
+            whatever `conv_init` (§3).
+        window: query positions and zero padding of the keys, for a layer that replaces a
+            convolution; by default every token and no padding.
+        kwargs: arguments of `PositionalSelfAttention`.
     """
 
     def __init__(
@@ -267,14 +265,14 @@ class GatedPositionalSelfAttention(BasePositionalAttention):
     def forward(self, x: Tensor, grid: Grid, part: PositionalPart | None = None) -> Tensor:
         """(B, N, C) → (B, N', C_out) with N = H·W and N' query positions; Eq. 7 on values.
 
-        `attend` never forms the N×N matrix, nor does positional attention (see `position.py`),
-        and `gated_sum` is one pass over memory.
+        Neither `attend` nor positional attention (see `position.py`) forms the N×N matrix, and
+        `gated_sum` is one pass over memory.
 
         Args:
             x: the tokens.
-            grid: what they lie on.
-            part: what of this layer does not depend on the tokens, where a model has computed it
-                for all its layers at once (`positional_parts`).
+            grid: their grid.
+            part: token-independent terms, if the model computed them for all its layers at once
+                (`positional_parts`).
         """
         check_grid(x, grid)
         q, k, v = self._queries_keys_values(x)
@@ -283,11 +281,10 @@ class GatedPositionalSelfAttention(BasePositionalAttention):
             (part,) = positional_parts(scores, [self.gating], grid, v, self.value_dim, self.window)
         content = attend(self._select_queries(q, grid), k, v)  # softmax(QKᵀ/√d) V
         position = part.position.attend(v)  # softmax(v_pos·r) V
-        # (1 - gate) * content + gate * position
         return self._project(gated_sum(content, position, part.gate))
 
     def _select_queries(self, x: Tensor, grid: Grid) -> Tensor:
-        """The rows of (B, h, N, …) at the query positions: (B, h, N', …)."""
+        """(B, h, N, …) → (B, h, N', …), the rows at the query positions."""
         if self.window.grid(grid) == grid:
             return x
         rows, columns = map(self.window.queries, grid)
@@ -307,10 +304,10 @@ class GatedPositionalSelfAttention(BasePositionalAttention):
 
     @classmethod
     def for_conv2d(cls, conv: nn.Conv2d) -> GatedPositionalSelfAttention:
-        """The layer that can compute a given convolution, with weights of its own.
+        """A randomly initialised layer of the shape that can compute a given convolution.
 
         Raises:
-            ValueError: if `conv` is not one that attention can be.
+            ValueError: if attention cannot compute `conv` (see `convolution_window`).
         """
         window = convolution_window(conv)
         heads, width = window.kernel**2 + 1, min(conv.in_channels, conv.out_channels)
@@ -323,7 +320,7 @@ class GatedPositionalSelfAttention(BasePositionalAttention):
             value_dim=width,
             out_dim=conv.out_channels,
         ).to(conv.weight)
-        if conv.bias is None:  # batch norm, which follows then, would keep a gradient from it
+        if conv.bias is None:  # a bias before batch norm would get no gradient
             layer.proj.register_parameter("bias", None)
         return layer
 
@@ -334,24 +331,23 @@ class GatedPositionalSelfAttention(BasePositionalAttention):
     ) -> GatedPositionalSelfAttention:
         """The layer that computes a given convolution (Cordonnier et al.'s construction).
 
-        One head per kernel offset, each attending to exactly one neighbour, as wide as the
-        kernel's matrix at that offset has rank; zero padding is keys of value zero beyond the
-        border, a stride leaves tokens without a query. One more head takes back what content
-        attention would add, so that gates need not be closed for the layer to be the convolution:
-        in the limit of a large α it is, for any λ > 0.
+        One head per kernel offset attends to exactly one neighbour, and is as wide as the matrix at
+        that offset has rank. Zero padding adds keys of value zero beyond the border; a stride
+        leaves tokens without a query. One more head cancels the content attention of the others,
+        so the layer equals the convolution in the limit of a large α for any λ > 0.
 
         Args:
-            conv: k×k of any stride, not dilated, in any number of groups, its centre on the grid.
-            locality_strength: α of Eq. 5; the attention to the centre's neighbours is e^−α each,
-                and so are the error and the gradient that reaches v_pos.
-            gating: λ of every head, −λ of the last. The gradient that reaches the content
-                attention and λ itself falls like e^−λ.
+            conv: k×k with any stride and groups, not dilated, its centre on the grid.
+            locality_strength: α of Eq. 5. The attention to each neighbour of the centre is e^−α,
+                and so are the error and the gradient of v_pos.
+            gating: λ of every head, −λ of the last. The gradients of the content attention and of λ
+                fall like e^−λ.
 
         Raises:
-            ValueError: if `conv` is not such a convolution, or λ not above 0.
+            ValueError: if attention cannot compute `conv`, or if λ ≤ 0.
         """
         if not gating > 0:
-            raise ValueError(f"gating has to be above 0, not {gating}")
+            raise ValueError(f"gating must be above 0, not {gating}")
         layer = cls.for_conv2d(conv)
         outputs, values, offsets = whole_convolution(conv, gating, layer.value_dim)
         layer.value_weight.copy_(values.flatten(0, 1))
@@ -361,7 +357,7 @@ class GatedPositionalSelfAttention(BasePositionalAttention):
         layer.v_pos.copy_(attention_centres(offsets, locality_strength))
         layer.gating.fill_(gating)
         layer.gating[-1] = -gating
-        # One content attention for all heads: that of the first.
+        # All heads share the content attention of the first.
         contents = layer.qkv.weight[: 2 * layer.num_heads * layer.head_dim]
         contents = contents.view(2, layer.num_heads, layer.head_dim, layer.dim)
         contents.copy_(contents[:, :1].clone())
@@ -372,26 +368,25 @@ class GatedPositionalSelfAttention(BasePositionalAttention):
     def init_from_conv2d_(
         self, conv: nn.Conv2d, locality_strength: float | None = None, gating: float | None = None
     ) -> Tensor:
-        """Initialise this layer, in place, as nearly as it can compute a given convolution.
+        """Initialise this layer, in place, as the best approximation of a given convolution.
 
-        Each of the first k² heads takes one kernel offset, and as much of that offset's C×C matrix
-        as its width can carry: the truncated singular value decomposition of rank d, which is
-        nearest to it in the Frobenius norm. Heads beyond k² start without a contribution to the
-        output (their columns of W_out are zero). Beyond the border the two differ: a convolution
-        pads with zeros, while this layer's attention falls on the nearest patch inside. In the
-        limit of a large α it is the convolution with `padding_mode="replicate"`.
+        Each of the first k² heads takes one kernel offset and the rank-d approximation of its C×C
+        matrix (truncated SVD, nearest in the Frobenius norm). The columns of W_out of heads beyond
+        k² are zero. Borders differ: a convolution pads with zeros, attention falls on the nearest
+        patch inside. In the limit of a large α the layer is the convolution with
+        `padding_mode="replicate"`.
 
         Args:
             conv: k×k with k² ≤ h, this layer's width in and out, stride 1, same padding.
             locality_strength: α of the new centres; the layer's own unless given.
-            gating: a new λ for every head; the gates are left alone unless given.
+            gating: a new λ for every head; unchanged unless given.
 
         Returns:
-            The discarded singular values, (k², C − d): the root of the sum of their squares is the
-            Frobenius distance between the kernel and the one the layer now has.
+            The discarded singular values, (k², C − d). The root of the sum of their squares is the
+            Frobenius distance between the given kernel and the layer's.
 
         Raises:
-            ValueError: if `conv` is not such a convolution.
+            ValueError: if the kernel needs more heads, other widths, a stride or other padding.
         """
         window = convolution_window(conv)
         if window.stride > 1 or window.before + window.after != window.kernel - 1:
@@ -410,7 +405,7 @@ class GatedPositionalSelfAttention(BasePositionalAttention):
         if (conv.in_channels, conv.out_channels) != (self.dim, self.out_dim):
             raise ValueError(
                 f"the convolution maps {conv.in_channels} to {conv.out_channels} channels, "
-                f"this layer {self.dim} to {self.out_dim}; they have to agree"
+                f"this layer {self.dim} to {self.out_dim}; they must agree"
             )
         wanted_outputs, wanted_values, discarded = factorised(conv, self.value_dim)
         rank = wanted_values.shape[1]
@@ -432,7 +427,7 @@ class GatedPositionalSelfAttention(BasePositionalAttention):
 
 
 class _GatedSum(torch.autograd.Function):
-    """`torch.lerp` with a backward pass in five steps instead of seven: not faster on a CPU."""
+    """`torch.lerp` that saves two kernels in the backward pass."""
 
     generate_vmap_rule = True
 
@@ -482,15 +477,15 @@ def positional_parts(
     width: int,
     window: Window = ALL_QUERIES,
 ) -> list[PositionalPart]:
-    """The parts of several layers, computed in as many steps as one.
+    """The parts of several layers, in as many kernels as for one.
 
     Args:
         scores: `stacked_scores` of the layers.
-        gating: λ of each, (h,).
-        grid: of the tokens.
-        x: any tensor on the device and in the format that the layers compute in.
-        width: of a head's values.
-        window: of all the layers.
+        gating: λ of each layer, (h,).
+        grid: grid of the tokens.
+        x: any tensor with the layers' device and dtype.
+        width: width of a head's values.
+        window: window of all the layers.
     """
     gates = torch.stack(list(gating)).sigmoid().to(x.dtype)[:, :, None, None]
     if prefers_fused(grid, window, x.device, x.dtype):

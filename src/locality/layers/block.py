@@ -38,7 +38,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); either branch may be dropped per sample.
+    """x + attention(norm(x)), then x + mlp(norm(x)), with stochastic depth.
 
     Args:
         dim: token width C.
@@ -70,9 +70,9 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, grid: Grid, class_token_only: bool = False, **given: Any
     ) -> Tensor:
-        """(B, N, C) → (B, N, C), or (B, 1, C) for the first token alone: less work, equal values.
+        """(B, N, C) → (B, N, C), or (B, 1, C) for the first token only, with equal values.
 
-        It attends to all tokens either way. What else is `given` goes to the attention layer.
+        Attends to all tokens either way. Other keywords go to the attention layer.
         """
         if class_token_only:
             attended = self.attn(self.norm1(x), grid, class_token_only=True)

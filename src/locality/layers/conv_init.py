@@ -1,7 +1,7 @@
-"""Initialisations: truncated normal, as a random convolution (ConViT Eq. 5), or as a given one.
+"""Initialisations: truncated normal, a random convolution (ConViT Eq. 5), or a given convolution.
 
 A k×k kernel is one matrix C_in → C_out per offset. A positional layer has one head per offset: its
-v_pos is the head's offset; its values and the output projection are the matrix.
+v_pos encodes the offset, its values and output projection the matrix.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def kernel_offsets(kernel: int) -> Tensor:
 def attention_centres(offsets: Tensor, strength: float) -> Tensor:
     """The v_pos that centres attention on `offsets`: (n, 2) → (n, 3), −α (1, −2Δ₁, −2Δ₂) (Eq. 5).
 
-    The attention is then a discrete Gaussian around i + Δ, of variance 1/(2α) along each axis.
+    The attention is a discrete Gaussian around i + Δ, with variance 1/(2α) along each axis.
     """
     ones = torch.ones(len(offsets), 1, dtype=offsets.dtype, device=offsets.device)
     return -strength * torch.cat((ones, -2 * offsets), dim=1)
@@ -52,8 +52,8 @@ def attention_centres(offsets: Tensor, strength: float) -> Tensor:
 def init_random_convolution_(v_pos: Tensor, value_weight: Tensor, strength: float) -> None:
     """Eq. 5, in place: W_val = I, and the k² offsets of a k×k kernel, k = ⌊√h⌋, to the first heads.
 
-    Offsets are in row-major order. Heads beyond k² keep α times their truncated-normal start, as
-    in the code released with the paper.
+    Offsets are row-major. Heads beyond k² keep α times their truncated-normal init, as in the
+    authors' code.
     """
     offsets = kernel_offsets(kernel_size(len(v_pos)))
     v_pos *= strength
@@ -62,7 +62,7 @@ def init_random_convolution_(v_pos: Tensor, value_weight: Tensor, strength: floa
 
 
 def factorised(conv: nn.Conv2d, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The matrix at each of a kernel's offsets as a product whose inner width is `rank` at most.
+    """Approximate the matrix at each kernel offset by a product of inner width r ≤ `rank`.
 
     Returns:
         outputs (k², C_out, r) and values (k², r, C_in), nearest in the Frobenius norm, and the
@@ -74,25 +74,25 @@ def factorised(conv: nn.Conv2d, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def whole_convolution(conv: nn.Conv2d, gating: float, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Values for k² + 1 full-width heads that compute `conv` together.
+    """Values for k² + 1 full-width heads that together compute `conv`.
 
-    Head Δ has the kernel's matrix K_Δ with a correction, and all heads have one content attention
-    C. With gates g, and 1 − g for the last head, which is centred too, the layer computes
+    Head Δ has the kernel's matrix K_Δ with a correction, and all heads share one content attention
+    C. With gate g, and 1 − g for the last head, which is centred too, the layer computes
 
         g Σ B_Δ x(i+Δ) + (1−g) B_last x(i)  +  [(1−g) Σ B_Δ + g B_last] C x.
 
-    B_last = −(1−g)/g · Σ B_Δ leaves no content, and the positional part is the convolution if
-    B_Δ = K_Δ/g, and B_0 = (K_0 − (1−g) B_last)/g. That is solved by
+    B_last = −(1−g)/g · Σ B_Δ cancels the content term. The positional part is the convolution if
+    B_Δ = K_Δ/g for Δ ≠ 0 and B_0 = (K_0 − (1−g) B_last)/g. The solution is
     B_last = −(1−g)/(2g−1) Σ K_Δ.
 
     Args:
         conv: the convolution.
         gating: λ of the heads, g = σ(λ).
-        width: of a head's values, the smaller of C_in and C_out.
+        width: width of a head's values, min(C_in, C_out).
 
     Returns:
         outputs (k² + 1, C_out, width) and values (k² + 1, width, C_in) with B = outputs · values,
-        and the offset that each head looks at, (k² + 1, 2).
+        and the offset of each head, (k² + 1, 2).
     """
     offsets = window_offsets(convolution_window(conv)).to(conv.weight)
     matrices = kernel_matrices(conv)
@@ -100,7 +100,7 @@ def whole_convolution(conv: nn.Conv2d, gating: float, width: int) -> tuple[Tenso
     last = -(1 - gate) / (2 * gate - 1) * matrices.sum(dim=0)
     centre = (offsets == 0).all(dim=1).to(matrices)[:, None, None]
     matrices = torch.cat(((matrices - (1 - gate) * centre * last) / gate, last[None]))
-    # W_val = I as in Eq. 5, and W_out the kernel; or the other way round, if it has fewer rows.
+    # W_val = I as in Eq. 5 and W_out the kernel, or the reverse if C_out < C_in.
     narrow = torch.eye(width).to(matrices).expand(len(matrices), -1, -1)
     offsets = torch.cat((offsets, torch.zeros_like(offsets[:1])))
     if width == conv.in_channels:
@@ -121,18 +121,19 @@ def window_offsets(window: Window) -> Tensor:
 
 
 def convolution_window(conv: nn.Conv2d) -> Window:
-    """The queries and the zero padding that make attention a given convolution.
+    """The query positions and zero padding with which attention can compute a convolution.
 
     Raises:
-        ValueError: if there is no such attention.
+        ValueError: if the kernel or stride is not square, the convolution is dilated, or its
+            padding moves the kernel's centre off the grid.
     """
     (height, width), (down, right) = conv.kernel_size, conv.stride
     if height != width or down != right:
         raise ValueError(
-            f"kernel and stride have to be square, not {height}×{width} and {down}×{right}"
+            f"kernel and stride must be square, not {height}×{width} and {down}×{right}"
         )
     if conv.dilation != (1, 1):
-        raise ValueError(f"the dilation has to be 1, not {conv.dilation[0]}×{conv.dilation[1]}")
+        raise ValueError(f"the dilation must be 1, not {conv.dilation[0]}×{conv.dilation[1]}")
     before, after = (height - 1) // 2, height // 2
     if conv.padding == "valid":
         before = after = 0
@@ -140,7 +141,7 @@ def convolution_window(conv: nn.Conv2d) -> Window:
         rows, columns = conv.padding
         if rows != columns or rows > before:
             raise ValueError(
-                f"a {height}×{width} kernel can have a padding of 0 to {before} on all sides, so "
+                f"the padding of a {height}×{width} kernel must be 0 to {before} on all sides, so "
                 f"that its centre stays on the grid, not {rows}×{columns}"
             )
         before = after = rows

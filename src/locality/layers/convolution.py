@@ -1,10 +1,10 @@
 """Convolutional token embedding, convolutional projection, and attention over it (CvT §3).
 
 Shapes:  B batch · N = H·W tokens · C width · h heads · d = C/h head width · (H, W) token grid
-         p prefix tokens: 1 where a class token comes before the patches, else 0
+         p prefix tokens: 1 with a class token, which comes before the patches, else 0
 
-Tokens (B, N, C) of a grid are, in memory, a channels-last image (B, C, H, W): going from one to the
-other is a view, and the convolutions here work on that view. Nothing is ever transposed.
+Tokens (B, N, C) have the memory layout of a channels-last image (B, C, H, W). The convolutions here
+work on that view, without a transpose.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class ConvolutionalEmbedding(nn.Module):
 
     Args:
         in_chans: channels of the image or token map.
-        dim: width C of the tokens.
-        kernel_size, stride, padding: of the convolution.
+        dim: token width C.
+        kernel_size, stride, padding: the convolution's.
         norm_eps: epsilon of the LayerNorm.
     """
 
@@ -87,29 +87,29 @@ class BatchNorm(nn.BatchNorm2d):
         """
         if self.training and image.shape[0] * image.shape[2] * image.shape[3] == 1:
             raise UserError(
-                "a batch of 1 whose projection is a grid of 1×1 has no statistics for BatchNorm "
-                "to train on; use a larger batch or larger images"
+                "BatchNorm cannot train on a batch of 1 whose projection is a 1×1 grid; use a "
+                "larger batch or larger images"
             )
         return super().forward(image)
 
 
 class Projection(nn.Module):
-    """The projection of tokens to queries, keys or values (§3.2).
+    """Projection of tokens to queries, keys or values (§3.2).
 
     "conv": depth-wise convolution → BatchNorm → linear, a depth-wise separable convolution (Eq. 2).
-        Stride 2 squeezes keys and values (Fig. 3c). The class token takes the linear part alone.
+        Stride 2 reduces keys and values (Fig. 3c). The class token takes only the linear part.
     "avg": average pooling instead of the convolution; padding does not count.
-    "microsoft_avg": the same as in Microsoft's code, where padding counts as zeros and a last
-        window may reach over the border. Only keys and values are averaged there.
-    "linear": every token by itself, as in ViT (Table 8). It keeps all tokens, whatever the stride.
+    "microsoft_avg": average pooling as in Microsoft's code: padding counts as zeros, the last
+        window may extend beyond the border, and only keys and values are averaged.
+    "linear": each token separately, as in ViT (Table 8). Keeps all tokens, whatever the stride.
 
     Args:
         dim: token width C.
         projection: one of these names.
         kernel_size: odd side of the window.
-        stride: of the window.
-        bias: bias of the linear part.
-        padding: of the grid of tokens; half the window, which gives ⌈size / stride⌉, if None.
+        stride: stride of the window.
+        bias: whether the linear part has a bias.
+        padding: padding of the token grid; half the window, which gives ⌈size / stride⌉, if None.
 
     Raises:
         UserError: for an unknown name, an even kernel or a stride below 1.
@@ -131,7 +131,7 @@ class Projection(nn.Module):
         checks.one_of("projection", projection, PROJECTIONS)
         check_kernel(kernel_size)
         if stride < 1:
-            raise UserError(f"the stride of a projection has to be at least 1, not {stride}")
+            raise UserError(f"the stride of a projection must be at least 1, not {stride}")
         self.projection = projection
         self.stride = 1 if projection == "linear" else stride
         padding = kernel_size // 2 if padding is None else padding
@@ -146,7 +146,7 @@ class Projection(nn.Module):
         self.linear = trunc_normal_init_(Linear(dim, dim, bias=bias))
 
     def grid(self, grid: Grid) -> Grid:
-        """The grid that the projections of a `grid` of tokens lie on."""
+        """The grid of the projections of tokens on `grid`."""
         return projected_grid(grid, self.projection, *self.window)
 
     def forward(self, x: Tensor, image: Tensor) -> Tensor:
@@ -154,8 +154,7 @@ class Projection(nn.Module):
 
         Args:
             x: the tokens.
-            image: their patches as an image (B, C, H, W). Given apart because queries, keys and
-                values share it.
+            image: their patches as an image (B, C, H, W), shared by queries, keys and values.
         """
         return self.linear(self.linear_input(x, image))
 
@@ -168,13 +167,13 @@ class Projection(nn.Module):
         return torch.cat((x[:, :prefix], patches), dim=1) if prefix else patches
 
     def forward_without_update(self, x: Tensor, image: Tensor) -> Tensor:
-        """As `forward`; BatchNorm's running statistics stay as they are."""
+        """Like `forward`, without updating BatchNorm's running statistics."""
         copies = {name: buffer.clone() for name, buffer in self.named_buffers()}
         return torch.func.functional_call(self, copies, (x, image))
 
     @torch.no_grad()
     def fold_batch_norm(self) -> None:
-        """Fold BatchNorm, as it is in evaluation, into the convolution before it. In place."""
+        """Fold BatchNorm in evaluation mode into the convolution before it, in place."""
         if self.projection == "conv" and isinstance(self.norm, BatchNorm):
             convolution = cast(nn.Conv2d, self.conv.eval())
             self.conv = fuse_conv_bn_eval(convolution, self.norm.eval())
@@ -187,21 +186,21 @@ class ConvolutionalAttention(nn.Module):
 
         softmax(s · Q Kᵀ) V,   s = C^−½ in the authors' weights, d^−½ in the usual definition.
 
-    Keys and values lie on a grid that is coarser by `kv_stride`.
+    The grid of keys and values is coarser by `kv_stride`.
 
     Args:
         dim: token width C.
         num_heads: number of heads h; divides C.
-        projection: name of all three projections (see `Projection`).
+        projection: kind of all three projections (see `Projection`).
         kernel_size: side of their window.
         kv_stride: stride of keys and values; queries have stride 1.
-        qkv_bias: bias of the projections' linear parts.
+        qkv_bias: whether the projections' linear parts have a bias.
         scale: "width" for C^−½, "head" for d^−½.
-        kv_padding: of keys and values; half the window if None.
+        kv_padding: padding of keys and values; half the window if None.
         proj_drop: dropout after the output projection.
 
     Raises:
-        UserError: if C cannot be divided between the heads, or a choice is unknown.
+        UserError: if C is not a multiple of the heads, or for an unknown projection or scale.
     """
 
     def __init__(
@@ -230,7 +229,7 @@ class ConvolutionalAttention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, grid: Grid, class_token_only: bool = False) -> Tensor:
-        """(B, p + N, C) → (B, p + N, C), or (B, 1, C) for the class token alone."""
+        """(B, p + N, C) → (B, p + N, C), or (B, 1, C) for the class token only."""
         image = self._image(x, grid)
         k, v = self._split_heads(self.k(x, image)), self._split_heads(self.v(x, image))
         q = self._split_heads(
@@ -240,7 +239,7 @@ class ConvolutionalAttention(nn.Module):
         return self.proj_drop(self.proj(heads.transpose(1, 2).flatten(2)))
 
     def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
-        """The attention that `forward(x, grid)` uses. BatchNorm's statistics stay as they are."""
+        """The attention that `forward(x, grid)` uses; BatchNorm's statistics are not updated."""
         image = self._image(x, grid)
         q, k = (
             self._split_heads(part.forward_without_update(x, image)) for part in (self.q, self.k)
@@ -253,14 +252,14 @@ class ConvolutionalAttention(nn.Module):
 
     def _class_token_query(self, x: Tensor, image: Tensor) -> Tensor:
         if not self.training:
-            return self.q.linear(x[:, :1])  # a class token has nothing to convolve
-        # In training all of it runs, so that BatchNorm sees what it sees in the long form and every
-        # parameter takes part in the graph, as data-parallel training demands.
+            return self.q.linear(x[:, :1])  # the class token is not convolved
+        # In training, convolve all patches: BatchNorm needs their statistics, and data-parallel
+        # training needs every parameter in the graph.
         return self.q.linear(self.q.linear_input(x, image)[:, :1])
 
     @staticmethod
     def _image(x: Tensor, grid: Grid) -> Tensor:
-        """The patches of (B, p + N, C) as one dense channels-last image, for all three to read."""
+        """The patches of (B, p + N, C) as a dense channels-last image."""
         image = tokens_to_image(x[:, prefix_length(x.shape[1], grid) :], grid)
         return image.contiguous(memory_format=torch.channels_last)
 
@@ -276,8 +275,8 @@ class ConvolutionalAttention(nn.Module):
 class LocalConvolution(nn.Module):
     """A dense k×k convolution over the token grid, stride 1, same padding.
 
-    What a gated layer is at initialisation if its heads attend to exactly one neighbour each, but
-    with full rank at every offset and no way to leave it. `init_from_conv2d_` turns it back.
+    Like a gated layer at initialisation whose heads each attend to exactly one neighbour, but with
+    full rank at every offset, and fixed during training. `init_from_conv2d_` turns it back.
 
     Args:
         dim: token width C.
@@ -286,15 +285,15 @@ class LocalConvolution(nn.Module):
 
     def __init__(self, dim: int, kernel_size: int) -> None:
         super().__init__()
-        # As wide as the output projections of attention: with W_val = I (ConViT Eq. 5) those are
-        # what a random convolution consists of.
+        # The std of attention's output projection, which is the kernel of a random convolution
+        # because W_val = I (ConViT Eq. 5).
         self.conv = trunc_normal_init_(nn.Conv2d(dim, dim, kernel_size, padding="same"))
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         """(B, N, C) → (B, N, C) with N = H·W.
 
         Raises:
-            ValueError: if there are other tokens than the grid's.
+            ValueError: if N is not H·W.
         """
         check_grid(x, grid)
         image = x.transpose(1, 2).unflatten(2, grid)

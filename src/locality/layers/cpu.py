@@ -1,14 +1,13 @@
-"""CPU fast paths: two operations, and threads. A reader may skip this file.
+"""CPU fast paths for linear layers and attention, and the number of threads.
 
-`linear`: PyTorch computes `F.linear` in fp32 with MKL, and 1×1 convolutions with oneDNN. They are
-the same sum of products. MKL has no AVX-512 path for AMD's processors, and there oneDNN is twice as
-fast: measured on two Zen 5 cores, 100 against 210 GMAC/s, forward and backward. The choice depends
-on the processor's maker alone, not on a trial run, so that a resumed run makes the same one.
+`linear`: PyTorch computes `F.linear` in fp32 with MKL, and the equivalent 1×1 convolution with
+oneDNN. MKL has no AVX-512 path for AMD processors, where oneDNN is twice as fast: 210 instead of
+100 GMAC/s on two Zen 5 cores, forward and backward. The choice depends only on the processor, not
+on a trial run, so that a resumed run makes the same one.
 
-`attend`: `scaled_dot_product_attention` keeps nothing of the N×N matrix and is what gradients, fp32
-and GPUs want. On a CPU its kernel does not use the bf16 instructions; plain matrix products do.
-Measured on two Zen 5 cores, 196 tokens, 32 heads of width 48 in bf16: 2.8 ms against 1.3 ms. (In
-fp32 it is the other way round: 3.2 against 6.7.)
+`attend`: `scaled_dot_product_attention` avoids the N×N matrix and is faster with gradients, in fp32
+and on GPUs. Its CPU kernel does not use bf16 instructions; plain matrix products do. On two Zen 5
+cores, with 196 tokens and 32 heads of width 48: 2.8 ms and 1.3 ms in bf16 (3.2 and 6.7 in fp32).
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-# For fewer input elements the overhead of the convolution (10 to 50 µs) outweighs its gain.
+# Below this many input elements, the overhead of the convolution (10 to 50 µs) exceeds its gain.
 _MIN_ELEMENTS = 2**16
 # Above this many entries the attention matrices no longer stay in a processor's caches.
 _MAX_ENTRIES = 2**25
 
 
 def _prefer_onednn() -> bool:
-    """Whether this is an AMD processor with AVX-512, and oneDNN is there to use it."""
+    """Whether this is an AMD processor with AVX-512, and oneDNN is available."""
     libraries = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     if not libraries or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
@@ -45,7 +44,7 @@ _USE_ONEDNN = _prefer_onednn()
 
 @register_notrace_module
 class Linear(nn.Linear):
-    """`nn.Linear`, through oneDNN where that pays; same parameters, same result to rounding."""
+    """`nn.Linear`, with oneDNN where faster; same parameters, same result up to rounding."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., C_in) → (..., C_out)."""
@@ -65,10 +64,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     ):
         return F.linear(x, weight, bias)
     channels = x.shape[-1]
-    # All rows become one image of a single line, channels last: a view, nothing is moved.
+    # All rows as one channels-last image of a single line: a view.
     image = x.reshape(1, 1, -1, channels).permute(0, 3, 1, 2)
-    # A 1×1 kernel has no gaps to widen. The dilation is there because PyTorch hands undilated 1×1
-    # convolutions back to MKL when it runs on a single thread.
+    # Dilation does not change a 1×1 convolution, but PyTorch runs undilated ones with MKL on a
+    # single thread.
     out = F.conv2d(image, weight[:, :, None, None], bias, dilation=2)
     return out.permute(0, 2, 3, 1).reshape(*x.shape[:-1], weight.shape[0])
 
@@ -92,7 +91,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def arithmetic_threads(count: int) -> Iterator[None]:
-    """Set torch's number of threads within the block; 0 leaves it."""
+    """Set torch's number of threads within the block; 0 keeps the current number."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:

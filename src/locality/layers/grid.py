@@ -1,4 +1,4 @@
-"""Grids of tokens, what convolutions make of them, and widths: arithmetic alone, without torch."""
+"""Sizes of token grids after convolutions, and layer widths, without torch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ ATTENTION_SCALES: tuple[AttentionScale, ...] = get_args(AttentionScale)
 
 
 def convolved_size(size: int, kernel: int, stride: int, padding: int) -> int:
-    """The length that a convolution makes of a length of `size` (Eq. 1)."""
+    """The output length of a convolution on a length of `size` (Eq. 1)."""
     return (size + 2 * padding - kernel) // stride + 1
 
 
 def projected_grid(
     grid: Grid, projection: ProjectionName, kernel: int, stride: int, pad: int
 ) -> Grid:
-    """The grid that projections of a `grid` of tokens lie on."""
+    """The grid of the projections of tokens on `grid`."""
     if projection == "linear":
         return grid
     height, width = (convolved_size(size, kernel, stride, pad) for size in grid)
@@ -39,10 +39,10 @@ def projected_grid(
 
 
 def check_kernel(kernel: int) -> None:
-    """Check that the kernel of a projection is odd."""
+    """Check that the kernel size of a projection is odd."""
     checks.integer("projection_kernel", kernel, 1, 1023)
     if kernel % 2 == 0:
-        raise UserError(f"projection_kernel has to be odd and above 0, not {kernel}")
+        raise UserError(f"projection_kernel must be odd and above 0, not {kernel}")
 
 
 def hidden_width(dim: int, mlp_ratio: float) -> int:
@@ -51,20 +51,20 @@ def hidden_width(dim: int, mlp_ratio: float) -> int:
 
 
 def mlp_ratio_of(dim: int, hidden: int) -> float:
-    """The ratio that `hidden_width` makes `hidden` of."""
+    """The ratio for which `hidden_width` is `hidden`."""
     ratio = hidden / dim
-    # The division may round down, and then the product falls short of the whole number.
+    # If the division rounds down, the product may truncate to hidden − 1.
     return ratio if hidden_width(dim, ratio) == hidden else math.nextafter(ratio, math.inf)
 
 
 class Window(NamedTuple):
-    """The query positions and the zero padding of one axis, as of a convolution.
+    """Query positions and zero padding along one axis, for attention that replaces a convolution.
 
     Attributes:
-        kernel: k, the width of the convolution that attention replaces.
-        stride: between query positions.
-        before, after: keys of value zero at both ends. They take part in the softmax and are not
-            multiplied: that is zero padding.
+        kernel: k, the kernel size of the convolution.
+        stride: distance between query positions.
+        before, after: number of zero keys at both ends; they count in the softmax and have value
+            zero.
     """
 
     kernel: int = 1
@@ -74,24 +74,23 @@ class Window(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The first query position: the centre of the kernel at its first place."""
+        """The first query position, the centre of the first kernel window."""
         return (self.kernel - 1) // 2 - self.before
 
     def queries(self, length: int) -> slice:
-        """The query positions of an axis."""
+        """The query positions on an axis of `length` keys."""
         count = (length + self.before + self.after - self.kernel) // self.stride + 1
         return slice(self.first, self.first + (count - 1) * self.stride + 1, self.stride)
 
     def grid(self, grid: Grid) -> Grid:
-        """The grid of the queries on a `grid` of keys."""
+        """The query grid for a `grid` of keys."""
         rows, columns = (len(range(length)[self.queries(length)]) for length in grid)
         return rows, columns
 
 
 def check_heads(embed_dim: int, num_heads: int) -> None:
-    """A width has to be a multiple of the heads it is divided between."""
+    """Check that the width is a multiple of the number of heads."""
     if num_heads < 1 or embed_dim % num_heads:
         raise UserError(
-            f"embed_dim={embed_dim} cannot be divided between num_heads={num_heads}; "
-            f"choose a multiple"
+            f"embed_dim={embed_dim} is not divisible by num_heads={num_heads}; choose a multiple"
         )

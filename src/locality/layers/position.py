@@ -8,12 +8,12 @@ term in δ₁ and a term in δ₂,
 
     v · r_δ = (v₀ δ₁² + v₁ δ₁) + (v₀ δ₂² + v₂ δ₂) = s(q₁, k₁) + t(q₂, k₂),
 
-for any v. Two things follow, and this module computes either:
+for any v, and can be computed in two ways:
 
     `Separable`  softmax(v·r) is the outer product of a softmax over rows and one over columns:
-                 two small matrix products, O(N·(H+W)), in a dozen steps.
-    `Fused`      v·r = φ(q)·ψ(k), where φ(q) is one in places q₁ and H + q₂ and zero elsewhere, and
-                 ψ(k) = (s(·, k₁), t(·, k₂)): an ordinary attention, O(N²), in one step.
+                 two small matrix products, O(N·(H+W)), in a dozen kernels.
+    `Fused`      v·r = φ(q)·ψ(k), where φ(q) is one at indices q₁ and H + q₂ and zero elsewhere, and
+                 ψ(k) = (s(·, k₁), t(·, k₂)): ordinary attention, O(N²), in one kernel.
 
 `prefers_fused` chooses. The N×N matrix is only computed for inspection (`positional_attention`).
 """
@@ -31,14 +31,14 @@ from locality.layers.grid import Grid, Window
 ALL_QUERIES = Window()
 Scores = tuple[Tensor, Tensor]
 
-# Where `Fused` costs less than the steps of `Separable`: on these devices, up to so many tokens, by
-# number format. Estimated from times on one H100, where a small step takes 5 to 10 µs and attention
-# on so many tokens about as long as the steps it replaces. On a CPU arithmetic always decides.
+# `Fused` is faster on these devices, up to this many tokens by dtype. Estimated on an H100, where a
+# small kernel takes 5 to 10 µs and attention at the limit as long as the kernels it replaces. On a
+# CPU, where the arithmetic dominates, `Separable` is always faster.
 FUSED_DEVICES = {"cuda"}
 _MOST_TOKENS = {torch.bfloat16: 1024, torch.float16: 1024, torch.float32: 256}
-# Kernels for attention have places for 64 numbers or 128.
+# Attention kernels support head widths of 64 or 128.
 _MOST_PLACES = 64
-# e^−1000 is zero in every format, and its exponent is finite in every format.
+# e^−1000 is zero, and −1000 finite, in every dtype.
 _LEAST_SCORE = -1000.0
 
 
@@ -47,12 +47,12 @@ def check_grid(tokens: Tensor, grid: Grid) -> None:
     if tokens.shape[1] != grid[0] * grid[1]:
         raise ValueError(
             f"a positional layer got {tokens.shape[1]} tokens for a grid of {grid[0]}×{grid[1]} "
-            f"patches; class tokens have to be added after the last of them"
+            f"patches; add class tokens after the last positional layer"
         )
 
 
 def relative_encodings(grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The fixed encodings r_δ of every (query, key) pair: (N, N, 3) as (‖δ‖², δ₁, δ₂) (Eq. 5)."""
+    """The encodings r_δ of all (query, key) pairs, (N, N, 3) as (‖δ‖², δ₁, δ₂) (Eq. 5)."""
     height, width = grid
     rows = torch.arange(height, dtype=dtype).repeat_interleave(width)
     columns = torch.arange(width, dtype=dtype).repeat(height)
@@ -71,9 +71,9 @@ def axis_scores(v_pos: Tensor, grid: Grid, window: Window = ALL_QUERIES) -> Scor
     """The scores along both axes, s and t above.
 
     Args:
-        v_pos: (..., 3), of any number of heads and layers.
-        grid: of the keys, (H, W).
-        window: the query positions and the zero padding.
+        v_pos: (..., 3), for any number of heads and layers.
+        grid: grid of the keys, (H, W).
+        window: query positions and zero padding.
 
     Returns:
         (..., H', H + padding) over rows and (..., W', W + padding) over columns.
@@ -101,7 +101,7 @@ class Separable(NamedTuple):
 
     @classmethod
     def of(cls, scores: Scores, grid: Grid, window: Window, dtype: torch.dtype) -> Separable:
-        """The factors, of any number of layers; padding takes its part."""
+        """The factors for any number of layers; padding counts in the softmax."""
         rows, columns = (
             score.softmax(dim=-1)[..., window.before : window.before + length].to(dtype)
             for score, length in zip(scores, grid, strict=True)
@@ -113,8 +113,8 @@ class Separable(NamedTuple):
         rows, columns = self
         batch, heads, _, width = values.shape
         (down, height), (right, breadth) = rows.shape[1:], columns.shape[1:]
-        # Heads first: each factor then multiplies the whole batch in one matrix product per head,
-        # and the order (columns, rows) leaves the tokens row-major without a last copy.
+        # Heads first, so that each factor multiplies the whole batch in one product per head.
+        # Columns before rows leaves the tokens row-major without a final copy.
         v = values.unflatten(2, (height, breadth)).permute(1, 3, 2, 0, 4)
         v = torch.bmm(columns, v.reshape(heads, breadth, height * batch * width))
         v = v.view(heads, right, height, batch * width).transpose(1, 2)
@@ -130,11 +130,11 @@ class Fused(NamedTuple):
 
     @classmethod
     def of(cls, scores: Scores, width: int, dtype: torch.dtype) -> Fused:
-        """φ and ψ, of any number of layers; w is `width`, or what H + W takes if that is more.
+        """φ and ψ for any number of layers; w is at least `width` and H + W.
 
-        The softmax of each axis is taken here, in full precision, so that its backward pass removes
-        what half precision adds to all scores of a query alike. And scores count from each query's
-        largest: those that matter are small then, and lose little.
+        The softmax of each axis is taken here in full precision: its backward pass removes the
+        half-precision error common to all scores of a query. Scores are relative to each query's
+        largest, so that those that matter are small and lose little precision.
         """
         height, breadth = (score.shape[-1] for score in scores)
         width = max(width, -(-(height + breadth) // 8) * 8)  # fast kernels want a multiple of 8
@@ -161,7 +161,7 @@ class Fused(NamedTuple):
 def attend_widely(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """softmax(QKᵀ) V: (B, h, N, w) twice and (B, h, N, d) → (B, h, N, d).
 
-    The fast kernels want one width: values get zeros where they are narrower.
+    Values are zero-padded to width w, since the fast kernels need equal widths.
     """
     width = values.shape[-1]
     if queries.shape[-1] > width:
@@ -170,7 +170,7 @@ def attend_widely(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def prefers_fused(grid: Grid, window: Window, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether positional attention is to be computed as `Fused`, or else as `Separable`."""
+    """Whether to compute positional attention as `Fused` rather than `Separable`."""
     return (
         device.type in FUSED_DEVICES
         and window == ALL_QUERIES
@@ -182,7 +182,7 @@ def prefers_fused(grid: Grid, window: Window, device: torch.device, dtype: torch
 def positional_factors(v_pos: Tensor, grid: Grid, window: Window = ALL_QUERIES) -> Separable:
     """The factors of positional attention: (h, 3) → (h, H', H) over rows, (h, W', W) over columns.
 
-    The queries' grid (H', W') is the keys' unless a `window` says otherwise.
+    The query grid (H', W') is the key grid unless `window` is given.
     """
     return Separable.of(axis_scores(v_pos, grid, window), grid, window, v_pos.dtype)
 

@@ -1,6 +1,6 @@
-"""The models: DeiT, ConViT and CvT under one surface.
+"""The models: DeiT, ConViT and CvT with one interface.
 
-Names are imported when they are first used: the table and the configurations load without torch.
+Names are imported on first use, so that the table and the configurations load without torch.
 """
 
 from __future__ import annotations

@@ -25,12 +25,12 @@ class ImageClassifier(nn.Module):
     """A classifier of images (B, C, H, W), with timm's interface.
 
     Subclasses define `_tokens`, `_feature_blocks`, `_truncate`, `feature_info` and
-    `group_matcher`, and set `norm`, `head` and `head_drop`. p, 1 or 0, counts class tokens.
+    `group_matcher`, and set `norm`, `head` and `head_drop`. p is the number of class tokens (0, 1).
 
     Attributes:
         config: the complete architecture, a frozen dataclass.
-        variant: the name it was created under, or None.
-        num_features: width of the final features; `embed_dim` and `head_hidden_size` are the same.
+        variant: the model name it was created with, or None.
+        num_features: width of the final features; also `embed_dim` and `head_hidden_size`.
         num_prefix_tokens: p of the final tokens.
     """
 
@@ -51,7 +51,7 @@ class ImageClassifier(nn.Module):
 
     @property
     def img_size(self) -> Grid:
-        """The image size (height, width) that the model was made for."""
+        """The native image size (height, width)."""
         return to_2tuple(self.config.img_size)
 
     def forward_features(self, x: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class ImageClassifier(nn.Module):
         return self.norm(self._tokens(x, self._run))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Tokens (B, p + N, width) → logits, or the features they are read from if `pre_logits`."""
+        """Tokens (B, p + N, width) → logits, or the classifier's input if `pre_logits`."""
         if self.config.global_pool == "avg":
             x = x[:, self.num_prefix_tokens :].mean(dim=1)
         elif self.config.global_pool == "token":
@@ -77,11 +77,11 @@ class ImageClassifier(nn.Module):
         return self.forward_head(self.norm(self._tokens(x, self._read if reads_one else self._run)))
 
     def fuse(self) -> Self:
-        """A copy for evaluation, with fewer steps and the same logits to rounding.
+        """A faster copy for evaluation, with the same logits up to rounding.
 
-        What depends on weights alone is computed once: in a ConViT the positional scores on its own
-        grid, in a CvT convolutions with their BatchNorm and linear layers with the slope of
-        QuickGELU. The copy cannot train; load weights before fusing.
+        Precomputes the positional scores of a ConViT on its native grid; folds a CvT's BatchNorm
+        into the convolutions and QuickGELU's slope into the linear layers. The copy cannot train;
+        load weights before fusing.
         """
         fused = copy.deepcopy(self).eval().requires_grad_(False)
         if not self.fused:
@@ -91,47 +91,44 @@ class ImageClassifier(nn.Module):
 
     @property
     def fuses(self) -> bool:
-        """Whether `fuse` has anything to do."""
+        """Whether `fuse` changes anything."""
         return False
 
     def _fuse(self) -> None:
-        """Compute once what depends on weights alone, in place."""
+        """Precompute token-independent terms, in place."""
 
     def train(self, mode: bool = True) -> Self:
-        """Training or evaluation mode.
+        """Set training or evaluation mode.
 
         Raises:
-            UserError: if a fused model is to train.
+            UserError: for training mode of a fused model.
         """
         if mode and self.fused:
-            raise UserError(
-                "a fused model cannot train: what was computed from its weights would not change "
-                "with them; train the model it was fused from"
-            )
+            raise UserError("a fused model cannot train; train the model it was fused from")
         return super().train(mode)
 
     def get_classifier(self) -> nn.Module:
-        """The layer from features to logits."""
+        """The layer that maps features to logits."""
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the classifier by a fresh one; 0 classes leaves the features.
+        """Replace the classifier by a newly initialised one.
 
         Args:
-            num_classes: of the new classifier.
-            global_pool: what it reads: "token", "avg", or "" for all tokens; as before if None.
+            num_classes: number of classes; with 0, the model returns features.
+            global_pool: pooling: "token", "avg", or "" for all tokens; unchanged if None.
 
         Raises:
-            UserError: if the model cannot be read that way.
+            UserError: for "token" in a model without a class token.
         """
         if global_pool == "token" != self.config.global_pool and not self.num_prefix_tokens:
             raise UserError(
-                "global_pool='token' needs a class token and this model has none; give "
+                "global_pool='token' needs a class token and this model has none; use "
                 "global_pool='avg'"
             )
         changed: dict[str, Any] = {"num_classes": num_classes}
         if global_pool is not None:
-            # Pooling in another way leaves the class token where it is.
+            # Other pooling keeps the class token.
             changed |= {"global_pool": global_pool, "class_token": self.config.has_class_token}
         self.config = dataclasses.replace(self.config, **changed)
         self.num_classes = num_classes
@@ -141,15 +138,16 @@ class ImageClassifier(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove what lies after the last of the chosen feature maps, for good.
+        """Remove the layers after the last chosen feature map, in place.
 
         Args:
-            indices: as for `forward_intermediates`.
-            prune_norm: remove the final norm too. Always removed if widths differ.
-            prune_head: remove the classifier too. Always removed with its token.
+            indices: as in `forward_intermediates`.
+            prune_norm: also remove the final norm. Always removed if widths differ.
+            prune_head: also remove the classifier. Always removed with its class token, or if
+                widths differ.
 
         Returns:
-            the maps chosen, as numbers from 0.
+            indices of the chosen maps, from 0.
         """
         chosen, last = feature_take_indices(len(self.feature_info), indices)
         had_token, width = self.num_prefix_tokens, self.num_features
@@ -171,12 +169,12 @@ class ImageClassifier(nn.Module):
         }
 
     def layer_ids(self) -> dict[str, int]:
-        """Parameter → number of its layer, the stem's first, as timm counts them."""
+        """Parameter name → layer index in timm's convention, starting with the stem."""
         matcher = self.group_matcher(coarse=False)  # type: ignore[operator]
         return group_parameters(self, matcher, reverse=True)
 
     def unused_parameters(self) -> set[str]:
-        """Names of trainable parameters that do not affect the output, by design."""
+        """Names of trainable parameters that by design do not affect the output."""
         return set()
 
     @torch.jit.ignore
@@ -193,23 +191,21 @@ class ImageClassifier(nn.Module):
         intermediates_only: bool = False,
         stop_early: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Feature maps of chosen depths, and the final features.
+        """Intermediate feature maps and the final features.
 
         Args:
             x: images (B, C, H, W).
-            indices: which maps (see `feature_info` for what there is): a list, the last n if a
-                number, all if None.
+            indices: which maps of `feature_info`: a list, the last n if a number, all if None.
             norm: apply the final norm to maps of the final width.
-            output_fmt: "NCHW", or "NLC" for tokens; class tokens are left out of both.
-            intermediates_only: return the maps alone.
-            stop_early: do not compute what lies after the last chosen map (with
-                `intermediates_only`).
+            output_fmt: "NCHW", or "NLC" for tokens; both without class tokens.
+            intermediates_only: return only the maps.
+            stop_early: skip the layers after the last chosen map (with `intermediates_only`).
 
         Returns:
             maps, or (final features, maps).
 
         Raises:
-            ValueError: for an unknown format.
+            ValueError: for an unknown `output_fmt`.
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt='{output_fmt}' is not one of 'NCHW', 'NLC'")
@@ -241,16 +237,16 @@ class ImageClassifier(nn.Module):
         Args:
             x: images.
             run: called as `run(block, x, grid, **given)` for each block in turn.
-            maps: how many feature maps to compute; all if None.
+            maps: number of feature maps to compute; all if None.
         """
         raise NotImplementedError
 
     def _feature_blocks(self) -> list[nn.Module]:
-        """The block whose output is each feature map."""
+        """The blocks whose outputs are the feature maps."""
         raise NotImplementedError
 
     def _truncate(self, maps: int) -> None:
-        """Keep what the first feature maps need, in the modules and in the configuration."""
+        """Keep the first `maps` feature maps, in the modules and the configuration."""
         raise NotImplementedError
 
     def _run(self, block: nn.Module, x: Tensor, grid: Grid, **given: Any) -> Tensor:
@@ -260,7 +256,7 @@ class ImageClassifier(nn.Module):
         return block(x, grid, **given)
 
     def _read(self, block: nn.Module, x: Tensor, grid: Grid, **given: Any) -> Tensor:
-        """As `_run`, but the last block computes the class token alone."""
+        """Like `_run`, but the last block computes only the class token."""
         last = block is self._feature_blocks()[-1]
         return self._run(block, x, grid, class_token_only=last, **given)
 
@@ -273,21 +269,21 @@ def embedding(entries: int, width: int) -> nn.Parameter:
 
 
 def prepend_class_token(token: Tensor, patches: Tensor) -> Tensor:
-    """A class token (1, 1, C) before the patches: (B, N, C) → (B, 1 + N, C)."""
+    """Prepend a class token (1, 1, C) to the patches: (B, N, C) → (B, 1 + N, C)."""
     return torch.cat((token.to(patches.dtype).expand(patches.shape[0], -1, -1), patches), dim=1)
 
 
 @torch.fx.wrap
 def token_grids(config: Architecture, images: Sequence[int]) -> list[Grid]:
-    """`config.grids` of images (C, H, W), as one step of a traced graph.
+    """`config.grids` of images (C, H, W), as one node of a traced graph.
 
     Raises:
-        UserError: if the images do not fit, or have other channels than the model takes.
+        UserError: if the model does not accept this image size or number of channels.
     """
     channels, *size = images
     if channels != config.in_chans:
         raise UserError(
-            f"these images have {channels} channels and the model takes {config.in_chans}; convert "
+            f"these images have {channels} channels, the model takes {config.in_chans}; convert "
             f"them, or create the model with in_chans={channels}"
         )
     return config.grids(size)

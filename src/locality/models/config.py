@@ -1,4 +1,4 @@
-"""Configurations of the architectures: the common base, DeiT and ConViT, and CvT by stages."""
+"""Configurations of the architectures: a common base, DeiT and ConViT, and CvT."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from locality.settings import Setting, check, from_dict, setting, settings_of, w
 
 T = TypeVar("T")
 
-# The published models have 0.3 billion parameters; what lies far beyond is a mistake or hostile.
+# The largest published model has 0.3 billion parameters; far more is a mistake or hostile.
 _MOST_PARAMETERS = 4_000_000_000
 
 Initialisation = Literal["default", "conv", "mimetic", "impulse", "trained_conv"]
@@ -34,7 +34,7 @@ Activation = Literal["quick_gelu", "gelu"]
 
 
 def weight_signature(config: Any) -> dict[str, Any]:
-    """The fields of a configuration that decide what its weights compute."""
+    """The fields of a configuration that its weights depend on."""
     left_out = with_role(type(config), "interface", "training")
     names = (field.name for field in dataclasses.fields(config))
     return {name: getattr(config, name) for name in names if name not in left_out}
@@ -42,25 +42,24 @@ def weight_signature(config: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """The common base of the configurations of all families.
+    """Base of the configurations of all families.
 
     Attributes:
-        img_size: image size the position embeddings are made for and costs are counted at, a
-            number or (height, width).
+        img_size: image size, a number or (height, width); sets the grid of the position embeddings.
         in_chans, num_classes: channels of the images, classes of the classifier.
-        global_pool: what the classifier reads: "token", the class token; "avg", the mean over
-            patches; "" leaves all tokens, for models without a classifier.
-        class_token: whether there is one; None is the default of the family. Without one, "token"
-            reads the first patch.
+        global_pool: input of the classifier: "token", the class token; "avg", the mean over
+            patches; "" all tokens, for models without a classifier.
+        class_token: whether the model has a class token; None is the family's default. Without one,
+            "token" reads the first patch.
         drop_rate: dropout before the classifier.
         proj_drop_rate: dropout after every attention and inside every MLP.
-        init: how attention starts: as the family does ("default"), or another way of
-            `locality.models.initialisations`.
+        init: initialisation of attention, one of `locality.models.initialisations`; "default" is
+            the family's.
         family, title: the name of the family in files and in messages.
-        stem, classifier: the modules that read the image, and that make the logits.
+        stem, classifier: names of the first module and of the classifier.
 
     Raises:
-        UserError: naming the field, what was given and what is accepted.
+        UserError: with the field, the value given and what is accepted.
     """
 
     family: ClassVar[str]
@@ -88,20 +87,20 @@ class Architecture:
 
     @property
     def has_class_token(self) -> bool:
-        """Whether the final tokens begin with a class token."""
+        """Whether the final tokens include a class token."""
         raise NotImplementedError
 
     def grids(self, size: Sequence[int]) -> list[Grid]:
-        """The token grids, from the first to the last, for an image of `size` (height, width).
+        """The token grids, first to last, for an image of `size` (height, width).
 
         Raises:
-            UserError: if the image does not fit.
+            UserError: if the model does not accept this size.
         """
         raise NotImplementedError
 
     @property
     def native_grids(self) -> list[Grid]:
-        """The token grids at `img_size`, which the position embeddings have."""
+        """The token grids at `img_size`, those of the position embeddings."""
         return self.grids(to_2tuple(self.img_size))
 
     def embeddings(self) -> dict[str, Grid]:
@@ -109,32 +108,32 @@ class Architecture:
         raise NotImplementedError
 
     def weight_signature(self) -> dict[str, Any]:
-        """The fields that decide what weights compute, by dotted name, normalised."""
+        """The fields that the weights depend on, normalised, by dotted name."""
         return weight_signature(self) | {"class_token": self.has_class_token}
 
     def with_overrides(self, **fields: Any) -> Self:
         """This configuration with some fields changed.
 
         Raises:
-            UserError: for an unknown field (with the nearest), or a value that is not accepted.
+            UserError: for an unknown field (suggesting the nearest) or an invalid value.
         """
         check_known(f"setting of {type(self).__name__}", fields, self.settings(), UnknownSetting)
         return dataclasses.replace(self, **fields)
 
     @classmethod
     def settings(cls) -> dict[str, Setting]:
-        """The settings of `with_overrides`, by name."""
+        """The settings that `with_overrides` accepts, by name."""
         return settings_of(cls)
 
 
 def signature_diff(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
     """Fields that make weights of one configuration invalid for another of the same family.
 
-    Sizes of inputs and outputs are not compared, nor are settings that only training uses. MLPs
-    are compared by their width, keys and values by their stride per block.
+    Input and output sizes and training settings are ignored. MLPs are compared by width, keys and
+    values by their stride per block.
 
     Returns:
-        dotted name of the field → its two values.
+        dotted field name → its two values.
     """
     first, second = one.weight_signature(), other.weight_signature()
     both = {name: (first.get(name), second.get(name)) for name in (*first, *second)}
@@ -149,28 +148,28 @@ def to_2tuple(img_size: int | Sequence[int]) -> Grid:
 
 @dataclass(frozen=True)
 class ViTConfig(Architecture):
-    """The architecture of a DeiT or ConViT, complete; see `Architecture` for the other fields.
+    """The complete architecture of a DeiT or ConViT; see `Architecture` for the other fields.
 
-    A class token is of use where a block attends to it: behind the positional ones. Images of any
-    multiple of the patch size work at run time.
+    The class token joins after the positional blocks. The model accepts images of any multiple of
+    the patch size.
 
     Attributes:
         patch_size: side of a patch in pixels.
         embed_dim: token width.
         depth: number of blocks.
-        num_heads: heads; divides `embed_dim`.
+        num_heads: heads per layer; divides `embed_dim`.
         mlp_ratio: hidden width of the MLPs over `embed_dim`.
-        qkv_bias: bias on queries, keys and values (DeiT has one, ConViT has none).
-        gpsa_layers: how many of the first blocks have positional attention (10 of 12 in the paper).
+        qkv_bias: bias on queries, keys and values (DeiT: True, ConViT: False).
+        gpsa_layers: number of first blocks with positional attention (10 of 12 in the paper).
         positional_attention: "gpsa" (gated, Eq. 7), "psa" (one softmax, Eq. 4; Fig. 9), or "conv",
-            a convolution in its place with the kernel that the heads could represent.
+            a convolution with the largest kernel that the heads could represent.
         locality_strength: α of the convolutional initialisation (Eq. 5).
-        conv_init: start the positional layers as random convolutions (Table 3 c, d: False).
+        conv_init: initialise the positional layers as random convolutions (Table 3 c, d: False).
         gating_init: initial λ of every gate.
         freeze_gating: do not train the gates (Table 3 b, d: with `gating_init=0`).
-        freeze_gpsa: do not train the positional layers' attention at all (Table 3 f, g).
+        freeze_gpsa: do not train the attention of the positional layers (Table 3 f, g).
         use_pos_embed: add a learned absolute position embedding to the patches.
-        embed_class_token: give the class token an entry in the position embedding (DeiT).
+        embed_class_token: include the class token in the position embedding (DeiT).
         drop_path_rate: stochastic depth, rising linearly from 0 to this over the blocks.
     """
 
@@ -202,14 +201,14 @@ class ViTConfig(Architecture):
         reads_token = self.global_pool == "token" and self.class_token is None
         if self.gpsa_layers == self.depth and (self.class_token or reads_token):
             raise UserError(
-                f"gpsa_layers={self.gpsa_layers} of depth={self.depth} leaves no block in which a "
-                f"class token could attend to the patches; lower gpsa_layers or give "
-                f"global_pool='avg' without class_token"
+                f"gpsa_layers={self.gpsa_layers} of depth={self.depth} leaves no block for the "
+                f"class token to attend to patches; lower gpsa_layers, or use global_pool='avg' "
+                f"without class_token"
             )
         if self.embed_class_token and (self.gpsa_layers or not self.has_class_token):
             raise UserError(
                 "embed_class_token=True needs a class token and gpsa_layers=0: with positional "
-                "layers the class token joins after the position embedding has been added"
+                "layers the class token joins after the position embedding is added"
             )
         ((rows, columns),) = self.native_grids
         entries = rows * columns * self.use_pos_embed + self.num_classes
@@ -218,7 +217,7 @@ class ViTConfig(Architecture):
 
     @property
     def initialisations(self) -> tuple[Initialisation, ...]:
-        """Convolutions need positional layers, impulses an embedding of positions to point at."""
+        """Values of `init`: convolutions need positional layers, impulses position embeddings."""
         found = super().initialisations
         if self.use_pos_embed and self.embed_dim >= 4 * self.num_heads:
             found += ("impulse",)
@@ -230,14 +229,13 @@ class ViTConfig(Architecture):
 
     @property
     def has_class_token(self) -> bool:
-        """Whether a class token joins before the first block that is not positional."""
+        """Whether a class token joins before the first block without positional attention."""
         return self.gpsa_layers < self.depth if self.class_token is None else self.class_token
 
     def with_overrides(self, **fields: Any) -> Self:
-        """As `Architecture.with_overrides`.
+        """This configuration with some fields changed; see `Architecture.with_overrides`.
 
-        A `depth` that leaves no other block behind the positional ones, where there was one, makes
-        them fewer.
+        A `depth` of at most `gpsa_layers` lowers `gpsa_layers`, keeping the number of other blocks.
         """
         depth = fields.get("depth")
         if "gpsa_layers" not in fields and isinstance(depth, int) and depth <= self.gpsa_layers:
@@ -245,19 +243,19 @@ class ViTConfig(Architecture):
         return super().with_overrides(**fields)
 
     def grids(self, size: Sequence[int]) -> list[Grid]:
-        """The one grid of patches on an image of `size` (height, width).
+        """The patch grid of an image of `size` (height, width), as a list of one.
 
         Raises:
-            UserError: if the image cannot be cut into whole patches.
+            UserError: if a side is not a multiple of the patch size.
         """
         return [token_grid(size, self.patch_size)]
 
     def embeddings(self) -> dict[str, Grid]:
-        """The one of the patches."""
+        """The patch grid of `pos_embed`."""
         return {"pos_embed": self.native_grids[0]}
 
     def weight_signature(self) -> dict[str, Any]:
-        """As `Architecture.weight_signature`; positional attention only if a block has it."""
+        """As `Architecture.weight_signature`; `positional_attention` only with `gpsa_layers`."""
         fields = super().weight_signature() | {
             "mlp_ratio": hidden_width(self.embed_dim, self.mlp_ratio)
         }
@@ -267,7 +265,7 @@ class ViTConfig(Architecture):
 
 
 def _check_parameters(width: int, depth: int, mlp_ratio: float, others: int) -> None:
-    """A transformer of `depth` blocks, with `others` around them, must not exceed all bounds.
+    """Check the size of a transformer of `depth` blocks and `others` further parameters.
 
     Raises:
         UserError: if it has more than `_MOST_PARAMETERS`.
@@ -275,27 +273,27 @@ def _check_parameters(width: int, depth: int, mlp_ratio: float, others: int) -> 
     count = depth * width * width * (4 + 2 * mlp_ratio) + others
     if count > _MOST_PARAMETERS:
         raise UserError(
-            f"embed_dim={width} and depth={depth} make a model of about {count:.2g} parameters; "
-            f"at most {_MOST_PARAMETERS:.2g} are built"
+            f"embed_dim={width} and depth={depth} give about {count:.2g} parameters; "
+            f"at most {_MOST_PARAMETERS:.2g} are allowed"
         )
 
 
 def token_grid(img_size: int | Sequence[int], patch_size: int) -> Grid:
-    """The grid of patches on an image of `img_size` pixels, a number or (height, width).
+    """The patch grid of an image of `img_size` pixels, a number or (height, width).
 
     Raises:
-        UserError: if the image cannot be cut into whole patches.
+        UserError: if a side is not a multiple of the patch size.
     """
     height, width = to_2tuple(img_size)
     if min(height, width) < patch_size or height % patch_size or width % patch_size:
         raise UserError(
             f"an image of {height}×{width} pixels cannot be cut into patches of {patch_size}×"
-            f"{patch_size}; both sides have to be multiples of {patch_size}"
+            f"{patch_size}; both sides must be multiples of {patch_size}"
         )
     return height // patch_size, width // patch_size
 
 
-# Table 5: which of n stages have a position embedding.
+# Which of n stages have a position embedding (Table 5).
 POSITIONS = {
     "every": lambda n: [True] * n,
     "first": lambda n: [True] + [False] * (n - 1),
@@ -320,13 +318,13 @@ class StageConfig:
 
     Attributes:
         embed_dim: token width C.
-        num_heads: heads; divides C.
+        num_heads: heads per layer; divides C.
         depth: number of blocks.
         embed_kernel, embed_stride, embed_padding: the token embedding's convolution (Eq. 1).
             Kernel = stride without padding is a patch embedding (Table 6).
         mlp_ratio: hidden width of the MLPs over C; one number, or one per block.
         kv_stride: stride of the key and value projections; one number, or one per block (Table 7).
-            Linear projections keep every token and have none.
+            Ignored by linear projections.
         projection: "conv", "linear" (Table 8), "avg" or "microsoft_avg"; see `Projection`.
         projection_kernel: side of the projections' window.
         kv_padding: padding of the key and value projections; half the window if None.
@@ -335,7 +333,7 @@ class StageConfig:
         drop_path_rate: stochastic depth, rising linearly from 0 to this over the stage's blocks.
 
     Raises:
-        UserError: naming the field, what was given and what is accepted.
+        UserError: with the field, the value given and what is accepted.
     """
 
     embed_dim: checks.Width
@@ -360,10 +358,10 @@ class StageConfig:
             if isinstance(given, tuple) and len(given) != self.depth:
                 raise UserError(
                     f"{name}={given} has {len(given)} values for depth={self.depth}; "
-                    f"give one number or one per block"
+                    f"give one number, or one per block"
                 )
         check_heads(self.embed_dim, self.num_heads)
-        # More padding than that would make tokens of nothing but padding.
+        # With more padding, some tokens would see only padding.
         checks.integer("embed_padding", self.embed_padding, 0, self.embed_kernel - 1)
         check_kernel(self.projection_kernel)
         if self.kv_padding is not None:
@@ -380,7 +378,7 @@ class StageConfig:
         return _per_block(self.kv_stride, self.depth)
 
     def kv_grid(self, grid: Grid, kv_stride: int) -> Grid:
-        """The grid that the keys and values of a `grid` of tokens lie on."""
+        """The grid of the keys and values of tokens on `grid`."""
         return projected_grid(
             grid, self.projection, self.projection_kernel, kv_stride, self.resolved_kv_padding
         )
@@ -397,7 +395,7 @@ class StageConfig:
         return tuple(step * index for index in range(self.depth))
 
     def grid(self, size: Grid) -> Grid:
-        """The token grid that the stage makes of an image or token map of `size` (Eq. 1)."""
+        """The token grid of the stage for an image or token map of `size` (Eq. 1)."""
         return projected_grid(
             size, "conv", self.embed_kernel, self.embed_stride, self.embed_padding
         )
@@ -415,16 +413,17 @@ class StageConfig:
 
 @dataclass(frozen=True)
 class CvTConfig(Architecture):
-    """The architecture of a CvT, complete (Table 2); see `Architecture` for the other fields.
+    """The complete architecture of a CvT (Table 2); see `Architecture` for the other fields.
 
-    The class token is the last stage's, and there unless `global_pool` is "avg". Images of any size
-    that survives the strides work at run time.
+    By default, the last stage has a class token unless `global_pool` is "avg". The model accepts
+    images of at least `minimum_size`.
 
     Attributes:
-        stages: one `StageConfig` each.
-        activation: in the MLPs; the authors' "quick_gelu", x·σ(1.702x), or the exact "gelu".
-        attention_scale: of the attention scores: "width", C^−½, as in the authors' weights, or
-            "head", the usual d^−½.
+        stages: one `StageConfig` per stage.
+        activation: activation of the MLPs: the authors' "quick_gelu", x·σ(1.702x), or the exact
+            "gelu".
+        attention_scale: scale of the attention scores: "width", C^−½, as in the authors' weights,
+            or "head", the usual d^−½.
     """
 
     stages: tuple[StageConfig, ...]
@@ -443,7 +442,7 @@ class CvTConfig(Architecture):
         object.__setattr__(self, "stages", stages)
         super().__post_init__()
         if not stages:
-            raise UserError("stages has to hold at least one StageConfig, not none")
+            raise UserError("stages is empty; give at least one StageConfig")
         channels = self.in_chans
         for stage, (rows, columns) in zip(stages, self.native_grids, strict=True):
             entries = rows * columns * stage.use_pos_embed + channels * stage.embed_kernel**2
@@ -459,7 +458,7 @@ class CvTConfig(Architecture):
 
     @property
     def minimum_size(self) -> int:
-        """The shortest side of an image, in pixels, that leaves every stage a token."""
+        """The shortest image side, in pixels, that leaves at least one token in every stage."""
         side = 1
         for stage in reversed(self.stages):
             if stage.projection != "linear":
@@ -472,7 +471,7 @@ class CvTConfig(Architecture):
         """The token grid of each stage for an image of `size` (height, width).
 
         Raises:
-            UserError: if the image is too small to survive the strides.
+            UserError: if a side is below `minimum_size`.
         """
         least = self.minimum_size
         if min(size) < least:
@@ -487,11 +486,11 @@ class CvTConfig(Architecture):
         return grids
 
     def embeddings(self) -> dict[str, Grid]:
-        """One per stage."""
+        """The token grid of each stage's position embedding."""
         return {f"stages.{i}.pos_embed": grid for i, grid in enumerate(self.native_grids)}
 
     def weight_signature(self) -> dict[str, Any]:
-        """As `Architecture.weight_signature`, each stage's among it."""
+        """As `Architecture.weight_signature`, with the fields of each stage."""
         fields = super().weight_signature()
         for index, stage in enumerate(fields.pop("stages")):
             fields |= {f"stages.{index}.{name}": x for name, x in stage.weight_signature().items()}
@@ -502,30 +501,30 @@ class CvTConfig(Architecture):
         return _cvt_settings()
 
     def with_overrides(self, **fields: Any) -> Self:
-        """This configuration with some fields changed, the paper's ablations by their short names.
+        """This configuration with some fields changed; `position` and `embedding` are shorthands.
 
         Args:
             fields: any field of `CvTConfig`; any field of `StageConfig`, as one value for all
                 stages or one per stage (`mlp_ratio` and `kv_stride` also one per block of the
-                whole model; a single `drop_path_rate` is the last stage's, the others get 0);
-                `position`: "every", "first", "last" or "none" of the stages have a position
+                whole model; a single `drop_path_rate` applies to the last stage, the others get
+                0); `position`: "every", "first", "last" or "none" of the stages have a position
                 embedding (Table 5); `embedding`: "conv" or "patch", for all stages or one per
                 stage (Table 6).
 
         Raises:
-            UserError: for an unknown field (with the nearest), a wrong number of values, or a
-                value that is not accepted.
+            UserError: for an unknown field (suggesting the nearest), a wrong number of values, or
+                an invalid value.
         """
         own, per_stage = settings_of(CvTConfig), settings_of(StageConfig)
         if "patch_size" in fields:
             raise UserError(
-                "a CvT has no patch_size; set embed_stride, one per stage, and embedding='patch' "
-                "for embeddings that do not overlap"
+                "a CvT has no patch_size; set embed_stride per stage, and embedding='patch' for "
+                "embeddings that do not overlap"
             )
         check_known("setting of CvTConfig", fields, self.settings(), UnknownSetting)
         if "embedding" in fields and fields.keys() & {"embed_kernel", "embed_padding"}:
             raise UserError(
-                "embedding decides embed_kernel and embed_padding; give the one or the others"
+                "embedding sets embed_kernel and embed_padding; give either embedding or those two"
             )
         changed = dataclasses.replace(self, **{k: v for k, v in fields.items() if k in own})
         count = len(changed.stages)
@@ -562,12 +561,12 @@ def _per_block(value: T | tuple[T, ...], depth: int) -> tuple[T, ...]:
 
 
 def _spread(name: str, value: Any, count: int, depths: list[int] | None = None) -> list[Any]:
-    """One value for all stages, or one for each, as a list of one for each.
+    """Expand one value for all stages, or one per stage, to a list of one per stage.
 
     Args:
         name, value: the setting.
-        count: how many stages there are.
-        depths: given where one value per block of the whole model is accepted as well.
+        count: number of stages.
+        depths: blocks per stage, if one value per block of the whole model is also accepted.
     """
     if not isinstance(value, (list, tuple)):
         if name == "drop_path_rate":
@@ -578,7 +577,7 @@ def _spread(name: str, value: Any, count: int, depths: list[int] | None = None) 
     if depths is not None and len(value) == sum(depths):
         remaining = iter(value)
         return [tuple(next(remaining) for _ in range(depth)) for depth in depths]
-    blocks = "" if depths is None else f" or one for each of the {sum(depths)} blocks"
+    blocks = "" if depths is None else f", or one for each of the {sum(depths)} blocks"
     raise UserError(
         f"{name}={tuple(value)} has {len(value)} values for {count} stages; give one value, one "
         f"per stage{blocks}"
@@ -594,8 +593,8 @@ def _with_embedding(stage: StageConfig, embedding: str) -> StageConfig:
 
 
 def overlapping_embedding(stride: int) -> tuple[int, int]:
-    """The kernel and padding of the paper's token embeddings: 7 and 2 for stride 4, 3 and 1 for 2.
+    """Kernel and padding of the paper's token embeddings: 7 and 2 for stride 4, 3 and 1 for 2.
 
-    Stride 1, which the paper does not have, gets 3 and 1, so that tokens still overlap.
+    Stride 1, which is not in the paper, gets 3 and 1, so that tokens overlap.
     """
     return max(3, 2 * stride - 1), max(1, stride // 2)

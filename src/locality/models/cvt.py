@@ -1,7 +1,7 @@
-"""CvT: transformers that embed and project their tokens by convolution (Wu et al. 2021, Fig. 2).
+"""CvT: transformers with convolutional token embedding and projection (Wu et al. 2021, Fig. 2).
 
 Shapes:  B batch · stage s: tokens (B, p + N_s, C_s) on a grid (H_s, W_s), N_s = H_s·W_s
-         p = 1 in the last stage, where the class token joins, 0 before
+         p = 1 in the last stage, which adds the class token, else 0
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class QuickGELU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Any shape, elementwise."""
-        # In terms of silu(y) = y·σ(y), one tensor is kept for the backward pass instead of three.
+        # With silu(y) = y·σ(y), the backward pass keeps one tensor instead of three.
         return F.silu(self.slope * x) / self.slope
 
 
 def _fold_slope(mlp: Mlp) -> None:
-    """Turn W₂·quick_gelu(W₁x) into (W₂/1.702)·silu(1.702·W₁x), which is the same. In place."""
+    """Replace W₂·quick_gelu(W₁x) by the equal (W₂/1.702)·silu(1.702·W₁x), in place."""
     if isinstance(mlp.act, QuickGELU):
         for parameter in mlp.fc1.parameters():
             parameter.mul_(mlp.act.slope)
@@ -55,11 +55,11 @@ class Stage(nn.Module):
     """A token embedding and the blocks after it (Fig. 2a).
 
     Args:
-        config: the stage's own configuration.
-        in_chans: channels of the image or token map it is given.
-        grid: the token grid that a position embedding is made for.
-        class_token: whether a class token joins here.
-        model: what all stages share.
+        config: the stage's configuration.
+        in_chans: channels of the input image or token map.
+        grid: the native token grid, which a position embedding has.
+        class_token: whether the stage adds a class token.
+        model: the model's configuration.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Stage(nn.Module):
         )
 
     def embed_tokens(self, image: Tensor, grid: Grid) -> Tensor:
-        """(B, C_in, H_in, W_in) → the tokens the first block is given, (B, p + N, C)."""
+        """(B, C_in, H_in, W_in) → input tokens of the first block, (B, p + N, C)."""
         x = self.embed(image)
         if self.pos_embed is not None:
             x = x + base.position_embedding(self.pos_embed, self.native_grid, grid)
@@ -133,7 +133,7 @@ class ConvolutionalVisionTransformer(ImageClassifier):
 
     @property
     def fuses(self) -> bool:
-        """Whether `fuse` has anything to do."""
+        """Whether `fuse` changes anything."""
         return True
 
     def _fuse(self) -> None:
@@ -169,11 +169,11 @@ class ConvolutionalVisionTransformer(ImageClassifier):
         )
 
     def unused_parameters(self) -> set[str]:
-        """Names of trainable parameters that do not affect the output, by design.
+        """Names of trainable parameters that by design do not affect the output.
 
-        The bias of a linear key adds the same to the score of every key, which the softmax cancels;
-        so does what BatchNorm adds to all keys where no class token is among them. And the last
-        block's convolved queries belong to patches that are not read if the class token is.
+        The key projection's bias adds the same to the score of every key, which the softmax
+        cancels. So does BatchNorm's bias on the keys in stages without a class token. If the
+        classifier reads the class token, the last block's convolved queries are unused.
         """
         names, reads_token = set(), self.config.global_pool == "token" and self.num_prefix_tokens
         for name, module in self.named_modules():
@@ -189,7 +189,7 @@ class ConvolutionalVisionTransformer(ImageClassifier):
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """How parameters group into layers, for layer-wise learning rates (timm's convention).
+        """Groups of parameters by layer, for layer-wise learning rates (timm's convention).
 
         Args:
             coarse: one group per stage instead of one per block.

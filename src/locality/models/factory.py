@@ -1,4 +1,4 @@
-"""Building models by name: ours, or timm's ("timm/NAME") with the same interface."""
+"""Build models by name: this library's, or timm's ("timm/NAME") with the same interface."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ Scalar = str | bool | int | float | None
 
 @dataclass(frozen=True)
 class TimmConfig:
-    """One of timm's models.
+    """A timm model.
 
     Attributes:
-        name: as timm calls it.
-        num_classes, in_chans: of the classifier and of the images.
-        img_size: (height, width) of the images; only models of a fixed size are built for it.
-        gpsa: the convolutions that gated attention replaces, as `transform` takes them; "" none.
-        locality_strength, gating_init: what α and λ these layers start with.
-        settings: other arguments of timm's function for the model, as (name, value).
+        name: timm's name of the model.
+        num_classes, in_chans: classes of the classifier, channels of the images.
+        img_size: image size, a number or (height, width); used by models with a fixed input size.
+        gpsa: convolutions to replace by gated attention, as `layers` of `transform`; "" for none.
+        locality_strength, gating_init: initial α and λ of these layers.
+        settings: other arguments of timm's model function, as (name, value).
     """
 
     name: str
@@ -55,11 +55,11 @@ class TimmConfig:
 
     has_class_token = False  # in the features of the wrapped model
     family = "timm"
-    title = "a model of timm's"
+    title = "a timm model"
 
     @property
     def transform_arguments(self) -> tuple[str | int, float, float]:
-        """Arguments of `transform` for these layers: which, α and λ."""
+        """Arguments of `transform`: layers, α and λ."""
         return self.gpsa, self.locality_strength, self.gating_init
 
     def __post_init__(self) -> None:
@@ -67,50 +67,53 @@ class TimmConfig:
             raise unknown("model", PREFIX + self.name, [PREFIX + n for n in timm.list_models()])
         check(self)
         for name, value in self.settings:
-            # As of our own models: a file may ask for any number of blocks.
+            # A checkpoint could otherwise ask for any number of blocks.
             if isinstance(value, int) and not isinstance(value, bool):
                 checks.integer(name, value, 0, 512 if name == "depth" else 32_768)
 
     @property
     def classifier(self) -> str:
-        """The module that makes the logits."""
+        """Name of the classifier module."""
         return f"model.{_pretrained_cfg(self.name).classifier}"
 
     @property
     def stem(self) -> str:
-        """The module that reads the image."""
+        """Name of the first convolution."""
         return f"model.{_pretrained_cfg(self.name).first_conv}"
 
     def embeddings(self) -> dict[str, Grid]:
-        """None."""
+        """Empty: position embeddings of timm models are not resampled."""
         return {}
 
     def weight_signature(self) -> dict[str, Any]:
-        """As of `Architecture`."""
+        """As `Architecture.weight_signature`."""
         return weight_signature(self)
 
     @classmethod
     def named(cls, name: str) -> TimmConfig:
-        """timm's own settings for the model called "timm/" and its name.
+        """timm's default configuration of the model "timm/NAME".
 
         Raises:
-            UserError: for a name that timm does not have.
+            UserError: if timm has no model of this name.
         """
         name = name.removeprefix(PREFIX)
         cfg = _pretrained_cfg(name)
         return cls(name, num_classes=cfg.num_classes, img_size=cfg.input_size[1:])
 
     def with_overrides(self, **fields: Any) -> TimmConfig:
-        """This configuration with some settings changed; those it does not name are timm's.
+        """This configuration with some settings changed; unknown ones are passed to timm.
 
         Raises:
-            UserError: for a setting that is no plain value.
+            UserError: for a setting that is not a string, number, bool or None.
         """
         known = {field.name for field in dataclasses.fields(self)} - {"name", "settings"}
         own = {name: fields.pop(name) for name in known if name in fields}
         for name, value in fields.items():
             if not isinstance(value, Scalar):
-                raise UserError(f"{name} is {value!r}; timm's models take plain values here")
+                raise UserError(
+                    f"{name} is {value!r}; settings of timm models are strings, numbers, bools or "
+                    "None"
+                )
         settings = tuple(sorted((dict(self.settings) | fields).items()))
         return dataclasses.replace(self, settings=settings, **own)
 
@@ -120,13 +123,13 @@ def _pretrained_cfg(name: str) -> PretrainedCfg:
 
 
 def published(name: str) -> tuple[TimmConfig, dict[str, Tensor], dict[str, Any]]:
-    """timm's own weights for "timm/NAME": configuration, state dict, and its data configuration.
+    """timm's published weights of "timm/NAME": configuration, state dict and data configuration.
 
     Raises:
-        UserError: if timm has no such model, or its weights cannot be loaded.
+        UserError: if timm has no model of this name, or its weights cannot be loaded.
     """
     config = TimmConfig.named(name)
-    missing = f"timm's weights of {name} could not be loaded (their file will do instead)"
+    missing = f"timm's weights of {name} could not be loaded; pass a weights file instead"
     with wrap_errors(missing, OSError, RuntimeError), offline_unless_reachable():
         model = timm.create_model(config.name, pretrained=True)
     state = {f"model.{key}": tensor for key, tensor in model.state_dict().items()}
@@ -134,10 +137,10 @@ def published(name: str) -> tuple[TimmConfig, dict[str, Tensor], dict[str, Any]]
 
 
 class TimmModel(ImageClassifier):
-    """A model of timm's.
+    """A timm model.
 
     Raises:
-        UserError: if timm does not build it with these settings.
+        UserError: if timm cannot build it with these settings.
     """
 
     def __init__(self, config: TimmConfig) -> None:
@@ -163,15 +166,15 @@ class TimmModel(ImageClassifier):
         return self.model(x)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) → features as timm's model has them: a map, or tokens."""
+        """(B, C, H, W) → timm's features, a map or tokens."""
         return self.model.forward_features(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Features → logits, or what they are read from if `pre_logits`."""
+        """Features → logits, or the classifier's input if `pre_logits`."""
         return self.model.forward_head(x, pre_logits=pre_logits)
 
     def forward_intermediates(self, x: Tensor, *arguments: Any, **choices: Any) -> Any:
-        """As timm's model does it."""
+        """As in timm."""
         return self.model.forward_intermediates(x, *arguments, **choices)
 
     @property
@@ -180,7 +183,7 @@ class TimmModel(ImageClassifier):
 
     @property
     def patch_embed(self) -> Any:
-        """The patch embedding, where timm's model has one."""
+        """The timm model's patch embedding, if any."""
         return self.model.patch_embed
 
     def get_classifier(self) -> nn.Module:
@@ -214,23 +217,23 @@ _MODELS: dict[type, Any] = {
 
 
 def named(name: str, fields: dict[str, Any]) -> Any:
-    """The configuration of the model called `name`, ours or "timm/NAME", with some fields changed.
+    """The configuration of a model by name, one of `VARIANTS` or "timm/NAME", with overrides.
 
     Raises:
-        UserError: for an unknown name or field (with the nearest), or a value out of range.
+        UserError: for an unknown name or field (suggesting the nearest), or a value out of range.
     """
     if name not in VARIANTS and timm.is_model(name):
-        raise UserError(f"unknown model '{name}'; timm's model of that name is '{PREFIX}{name}'")
+        raise UserError(f"unknown model '{name}'; for timm's model, use '{PREFIX}{name}'")
     own = TimmConfig.named(name) if name.startswith(PREFIX) else variant(name).config
     return own.with_overrides(**fields)
 
 
 def describe(config: Any, name: str | None = None) -> tuple[str, dict[str, Any]]:
-    """The name and the fields from which `named` makes a configuration, but for its interface.
+    """The name and fields with which `named` reproduces a configuration, except its interface.
 
     Args:
-        config: of any family.
-        name: of the model it was made from; the one that differs least unless given.
+        config: configuration of any family.
+        name: the model it was made from; by default the one that differs least.
     """
     plain, interface = to_dict(config), with_role(type(config), "interface")
 
@@ -251,15 +254,15 @@ def describe(config: Any, name: str | None = None) -> tuple[str, dict[str, Any]]
 
 
 def build(model: str | Architecture | TimmConfig, **overrides: Any) -> ImageClassifier:
-    """Build a model, with random weights from torch's default generator.
+    """Build a model with random weights from torch's default generator.
 
     Args:
-        model: one of `list_models()`, "timm/" and the name of one of timm's, or a configuration.
-        overrides: fields of the configuration (`ViTConfig`, `CvTConfig`) to change, such as
-            `num_classes`, `in_chans`, `img_size`; None leaves the model's own.
+        model: one of `list_models()`, "timm/NAME", or a configuration.
+        overrides: fields of the configuration (`ViTConfig`, `CvTConfig`) to change, for example
+            `num_classes`, `in_chans` or `img_size`; None keeps the default.
 
     Raises:
-        UserError: for an unknown name or field (with the nearest), or a value out of range.
+        UserError: for an unknown name or field (suggesting the nearest), or a value out of range.
     """
     fields = {name: value for name, value in overrides.items() if value is not None}
     if isinstance(model, str):
@@ -267,7 +270,9 @@ def build(model: str | Architecture | TimmConfig, **overrides: Any) -> ImageClas
         built.variant = model
         return built
     if type(model) not in _MODELS:
-        raise UserError(f"no model is built from a {type(model).__name__}")
+        raise UserError(
+            f"cannot build a model from a {type(model).__name__}; give a name or a configuration"
+        )
     made = _MODELS[type(model)](model.with_overrides(**fields))
     start = INITIALISATIONS.get(getattr(made.config, "init", ""))
     if start is not None and not next(made.parameters()).is_meta:
@@ -281,19 +286,18 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def count_macs(model: ImageClassifier, img_size: int | tuple[int, int] | None = None) -> int:
-    """Multiply-accumulates of one image's forward pass, attention's products included.
+    """Multiply-accumulates of one image's forward pass, including attention's matrix products.
 
-    Counted on the meta device unless the model is small, so it costs neither memory nor arithmetic.
-    What is no matrix product or convolution (norms, softmax, activations) is left out, as in the
-    papers' "FLOPs". All tokens of the last block are counted, as in the papers, though `forward`
-    needs only one of them.
+    Counted on the meta device, without memory or arithmetic, unless the model is tiny. As in the
+    papers' "FLOPs", only matrix products and convolutions count (not norms, softmax or
+    activations), and all tokens of the last block do, though `forward` may compute only one.
 
     Args:
-        model: any of our models.
-        img_size: pixels, a number or (height, width); the model's own unless given.
+        model: the model.
+        img_size: pixels, a number or (height, width); the native size unless given.
     """
     if all(parameter.is_meta for parameter in model.parameters()):
-        counted = copy.deepcopy(model).eval()  # half the time of building it
+        counted = copy.deepcopy(model).eval()  # twice as fast as building it
     else:
         with torch.device("meta"):
             counted = build(model.config).eval()
@@ -304,8 +308,8 @@ def count_macs(model: ImageClassifier, img_size: int | tuple[int, int] | None = 
     counted.to_empty(device=device)
     images = torch.zeros(1, model.in_chans, *size, device=device)
     wrong = f"{model.variant} cannot take images of {size[0]}×{size[1]} pixels"
-    # Threads would wait for one another longer than one computes, far longer on busy processors.
-    # The plain backend is made of counted products; the fused ones are opaque to the counter.
+    # One thread: synchronisation would take longer than the computation.
+    # The math backend consists of counted products; fused ones are opaque to the counter.
     plain = sdpa_kernel(SDPBackend.MATH)
     with arithmetic_threads(1), torch.no_grad(), plain, wrap_errors(wrong, RuntimeError):
         for tensor in (*counted.parameters(), *counted.buffers()):
@@ -320,16 +324,16 @@ _TIMEOUT = 3  # seconds
 
 @contextlib.contextmanager
 def offline_unless_reachable() -> Iterator[None]:
-    """Within the block, use the Hugging Face hub's cache alone unless the hub answers at once.
+    """Within the block, use only the Hugging Face cache unless the hub responds within 3 seconds.
 
-    Its own client asks again and again for half a minute.
+    The hub's client retries for half a minute.
     """
     from huggingface_hub import constants, utils
 
     offline = constants.HF_HUB_OFFLINE
     try:
         utils.get_session().head(constants.ENDPOINT, timeout=_TIMEOUT)
-    except Exception:  # of whichever HTTP library the client uses
+    except Exception:  # its type depends on the client's HTTP library
         constants.HF_HUB_OFFLINE = True
     try:
         yield

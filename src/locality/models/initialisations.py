@@ -32,12 +32,12 @@ from locality.models.base import ImageClassifier
 
 _SLOWEST = 10_000.0
 _GAP = 3.0
-"""The difference of an impulse's score to those of neighbouring patches, in nats."""
+"""Difference between the score of an impulse and those of neighbouring patches, in nats."""
 
 STRENGTH, GATING = 7.0, 1.0
-"""α and λ of the layers unless given; docs/transform.md has the measurements behind them."""
+"""Default α and λ of `transform`; measurements in docs/transform.md."""
 EXACT = 40.0
-"""e⁻⁴⁰ vanishes beside 1 in double precision too."""
+"""α of "exact": 1 + e⁻⁴⁰ = 1 even in double precision."""
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -52,11 +52,11 @@ def conv(model: nn.Module) -> None:
 
 @torch.no_grad()
 def mimetic(model: nn.Module) -> None:
-    """Attention that looks like a trained transformer's (Trockman & Kolter 2023, arXiv 2305.09828).
+    """Attention that mimics a trained transformer's (Trockman & Kolter 2023, arXiv 2305.09828).
 
         W_Q W_Kᵀ ≈ 0.7 Z + 0.7 I per head,    W_V W_O ≈ 0.4 Z − 0.4 I,    Z_ij ~ N(0, 1/C),
 
-    factors by singular value decomposition, the first cut to rank d; sinusoidal positions.
+    factorised by SVD, the first truncated to rank d. Position embeddings are sinusoidal.
     """
     set_sinusoidal_positions(model)
     for layer in model.modules():
@@ -79,10 +79,10 @@ def impulse(model: nn.Module) -> None:
 
         softmax(P W_Q W_Kᵀ Pᵀ/√d) ≈ the shift by Δ,    Δ random in a 3×3 window for each head,
 
-    for sinusoidal positions P. The authors fit W_Q and W_K; here they are had in closed form:
-    to shift P is to turn each of its pairs (sin ωi, cos ωi) by ωΔ, so with W_Q = s·I on d/2 pairs
-    and W_K = s·(I turned) the score of offset δ is s²/√d Σ_ω cos ω(δ − Δ), greatest at δ = Δ. The
-    pairs are the fastest of both axes, which tell neighbours apart.
+    for sinusoidal positions P. The authors fit W_Q and W_K; here they have a closed form. Shifting
+    P by Δ rotates each pair (sin ωi, cos ωi) by ωΔ. With W_Q = s·I on d/2 pairs and W_K = s·(I
+    rotated), the score of offset δ is s²/√d Σ_ω cos ω(δ − Δ), largest at δ = Δ. The pairs of the
+    highest frequencies on each axis are used, which distinguish neighbours best.
     """
     set_sinusoidal_positions(model)
     for layer in model.modules():
@@ -92,7 +92,7 @@ def impulse(model: nn.Module) -> None:
         quarter, rank = layer.dim // 4, layer.dim // layer.num_heads
         pairs = rank // 4  # of each axis
         speeds, pair = _speeds(quarter)[:pairs], torch.arange(pairs)
-        # LayerNorm makes tokens of variance 1, each pair then has a squared length of 2.
+        # After LayerNorm tokens have variance 1, so each pair has squared length 2.
         beside = 2 * float((1 - speeds.cos()).sum())
         scale = math.sqrt(_GAP * math.sqrt(rank) / beside)
         offsets = kernel_offsets(3)[torch.randint(9, (layer.num_heads,))]
@@ -103,30 +103,30 @@ def impulse(model: nn.Module) -> None:
                 row, sine = 2 * (axis * pairs + pair), 2 * axis * quarter + pair
                 cosine = sine + quarter
                 q[row, sine] = q[row + 1, cosine] = scale
-                # sin ω(j−Δ) and cos ω(j−Δ) of a key at j.
+                # sin ω(j−Δ) and cos ω(j−Δ) for a key at j
                 k[row, sine] = k[row + 1, cosine] = scale * turn.cos()
                 k[row, cosine], k[row + 1, sine] = -scale * turn.sin(), scale * turn.sin()
 
 
 @torch.no_grad()
 def trained_conv(model: nn.Module, net: nn.Module) -> None:
-    """The gated layers of `model` from the trained convolutions of `net`, as near as heads allow.
+    """Initialise the gated layers of `model` from the trained convolutions of `net`.
 
-    ConViT's closing question. Everything else, α and λ too, stays as it is.
+    The question with which the ConViT paper closes. All other weights, α and λ are unchanged.
 
     Args:
         model: a ConViT.
-        net: the same with `positional_attention="conv"`.
+        net: the same model with `positional_attention="conv"`.
 
     Raises:
-        UserError: if the two do not fit.
+        UserError: if `net` does not have one convolution per gated layer.
     """
     layers = [m for m in model.modules() if isinstance(m, GatedPositionalSelfAttention)]
     convolutions = [m for m in net.modules() if isinstance(m, LocalConvolution)]
     if len(layers) != len(convolutions):
         raise UserError(
-            f"{len(layers)} gated layers start from as many trained convolutions, and the weights "
-            f"have {len(convolutions)}; give those of the same model trained with "
+            f"{len(layers)} gated layers need as many trained convolutions, but the weights have "
+            f"{len(convolutions)}; use weights of the same model trained with "
             f"positional_attention='conv'"
         )
     for layer, convolution in zip(layers, convolutions, strict=True):
@@ -138,11 +138,11 @@ INITIALISATIONS: dict[str, Callable[[nn.Module], None]] = {
     "mimetic": mimetic,
     "impulse": impulse,
 }
-"""The functions of a model's `init`; "trained_conv" is applied when weights are loaded."""
+"""Functions by the value of `init`; "trained_conv" is applied when weights are loaded."""
 
 
 def sinusoidal_positions(grid: Grid, width: int) -> Tensor:
-    """Position embeddings (H·W, C): sin ωi, cos ωi, sin ωj, cos ωj of C/4 speeds ω each."""
+    """Position embeddings (H·W, C): sin ωi, cos ωi, sin ωj, cos ωj for C/4 frequencies ω."""
     height, breadth = grid
     speeds = _speeds(width // 4)
     rows = torch.arange(height).repeat_interleave(breadth)[:, None] * speeds
@@ -152,7 +152,7 @@ def sinusoidal_positions(grid: Grid, width: int) -> Tensor:
 
 
 def set_sinusoidal_positions(model: Any) -> None:
-    """Start a model's learned position embedding, where it has one, as sinusoids."""
+    """Initialise a model's learned position embedding, if any, with sinusoids."""
     if getattr(model, "pos_embed", None) is not None:
         (grid,) = model.config.native_grids
         model.pos_embed[:, -grid[0] * grid[1] :] = sinusoidal_positions(grid, model.embed_dim)
@@ -171,7 +171,7 @@ def _projections(layer: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _factors(alpha: float, beta: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Two factors, equally large, of αZ + βI."""
+    """Two factors of αZ + βI with equal singular values."""
     width = like.shape[1]
     noise = torch.randn(width, width, device=like.device) / math.sqrt(width)
     left, scales, right = torch.linalg.svd(alpha * noise + beta * torch.eye(width).to(noise))
@@ -184,24 +184,24 @@ def transform(
     alpha: float | Literal["exact"] = STRENGTH,
     gating: float = GATING,
 ) -> Network:
-    """A copy of a network in which gated attention replaces chosen k×k convolutions.
+    """Copy a network, replacing chosen k×k convolutions by gated attention.
 
-    "Transformed CNNs" (d'Ascoli et al. 2021, arXiv 2106.05795) continue from a trained ConvNet with
-    such layers in the place of its last convolutions. In separable form, with zero padding inside
-    the softmax, one is the convolution exactly in the limit of a large α
-    (`GatedPositionalSelfAttention.from_conv2d`); everything else of the network stays as it is.
+    "Transformed CNNs" (d'Ascoli et al. 2021, arXiv 2106.05795) replace the last convolutions of a
+    trained ConvNet in this way and train further. The layers equal the convolutions in the limit of
+    a large α (`GatedPositionalSelfAttention.from_conv2d`).
 
     Args:
-        model: a network of timm's or torchvision's, as itself or as `locality.load` gives it
-            ("timm/NAME"); the latter can be saved and trained here. It stays as it is.
-        layers: which convolutions: those in a module ("layer3.0"), in a stage ("stage4": layer4 in
-            a ResNet, s4 in a RegNet), several of these with commas, the last n, or "all".
-        alpha: α of Eq. 5. The function differs from the network's by about e^−α, and the gradient
-            of v_pos falls as fast; "exact" leaves no difference in any precision.
-        gating: initial λ of the layers' gates, above 0; it does not change the function.
+        model: a network from timm or torchvision, or from `locality.load("timm/NAME")`; the latter
+            can be saved and trained with this library. It is not modified.
+        layers: convolutions to replace: those in a module ("layer3.0"), in a stage ("stage4":
+            layer4 in a ResNet, s4 in a RegNet), several of these separated by commas, the last n,
+            or "all".
+        alpha: α of Eq. 5. The output changes by about e^−α, and the gradient of v_pos falls as
+            fast; with "exact" the output is equal in any precision.
+        gating: initial λ of the layers' gates, above 0; does not change the output.
 
     Raises:
-        UserError: if there is no such layer, or one that attention cannot be.
+        UserError: for an unknown layer, or a convolution that attention cannot compute.
     """
     checks.typed("gating", gating, checks.Positive)
     if alpha != "exact":
@@ -211,7 +211,8 @@ def transform(
     if isinstance(changed, ImageClassifier):
         if getattr(changed.config, "gpsa", None) != "":
             raise UserError(
-                "only a convolutional network of timm's or torchvision's can be transformed, once"
+                "only convolutional networks from timm or torchvision can be transformed, and only "
+                "once"
             )
         fields = {"gpsa": layers, "locality_strength": strength, "gating_init": gating}
         changed.config = changed.config.with_overrides(**fields)
@@ -222,26 +223,26 @@ def transform(
 def replace_convolutions(
     model: nn.Module, layers: str | int, strength: float, gating: float
 ) -> None:
-    """Replace convolutions of a network by the attention that computes them; see `transform`.
+    """Replace convolutions of a network by gated attention, in place; see `transform`.
 
     Raises:
-        UserError: as `transform`.
+        UserError: as in `transform`.
     """
     for name in select_convolutions(model, layers):
         conv = model.get_submodule(name)
         if type(conv) is not nn.Conv2d or conv.padding_mode != "zeros":
             raise UserError(f"{name} is a {type(conv).__name__}, not a plain zero-padded Conv2d")
-        with wrap_errors(f"{name} cannot be attention", ValueError):
+        with wrap_errors(f"{name} cannot be replaced by attention", ValueError):
             attn = GatedPositionalSelfAttention.from_conv2d(conv, strength, gating)
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, ImageAttention(attn).train(model.training))
 
 
 def select_convolutions(model: nn.Module, layers: str | int) -> list[str]:
-    """The names of the k×k convolutions, k > 1, that `layers` means; see `transform`.
+    """Names of the k×k convolutions, k > 1, that `layers` selects; see `transform`.
 
     Raises:
-        UserError: if there are none.
+        UserError: if the model has none, or for an unknown layer.
     """
     names = [
         name
@@ -249,7 +250,7 @@ def select_convolutions(model: nn.Module, layers: str | int) -> list[str]:
         if isinstance(module, nn.Conv2d) and max(module.kernel_size) > 1
     ]
     if not names:
-        raise UserError(f"{type(model).__name__} has no k×k convolution to transform")
+        raise UserError(f"{type(model).__name__} has no k×k convolution to replace")
     if str(layers).isdecimal():
         count = int(layers)
         checks.integer("layers", count, 1, len(names))
@@ -264,7 +265,7 @@ def select_convolutions(model: nn.Module, layers: str | int) -> list[str]:
 
 
 def _within(name: str, word: str) -> bool:
-    """Whether the module `name` is `word` or inside it; stage 4 is layer4, s4 or stages.3."""
+    """Whether the module `name` is or is inside `word`; stage4 is layer4, s4 or stages.3."""
     stage = re.fullmatch(r"stage(\d)", word)
     number = int(stage[1]) if stage else 0
     words = [f"layer{number}", f"s{number}", f"stages.{number - 1}"] if stage else [word]

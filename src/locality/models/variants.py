@@ -1,4 +1,4 @@
-"""The table of models: name → architecture. The papers' sizes; no weights, no learning rates."""
+"""The table of models: name → architecture."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Variant:
     """One named architecture.
 
     Attributes:
-        name: as given to `build` and `locality.create_model`.
+        name: the name for `build` and `locality.create_model`.
         family: "convit", "deit" or "cvt".
         config: the complete architecture.
         source: where the sizes come from.
-        baseline: the model to compare it with at equal size, if there is one.
+        baseline: the model of equal size to compare with, if any.
     """
 
     name: str
@@ -70,15 +70,15 @@ _CVT_TABLE_2 = "CvT Table 2"
 _EQUAL = "ConViT's width and heads, for comparison at equal size"
 _SMALL = "sized for small images"
 
-# Small images. A DeiT has the width, depth, heads and patches of its ConViT; a CvT of the same name
-# ends on the same grid of patches.
+# Small images. A DeiT has the width, depth, heads and patches of its ConViT; a CvT of the same size
+# name ends on the same patch grid.
 _NANO = {"img_size": 8, "patch_size": 2, "depth": 4, "num_classes": 10}
 _MICRO = {"img_size": 32, "patch_size": 4, "depth": 8, "num_classes": 100}
 _MINI = {"img_size": 64, "patch_size": 8, "depth": 10, "num_classes": 200}
 
-# What the architecture search of CvT §4.2 found is described, never published: stride 2 and ratio 2
-# at both ends, stride 1 and ratio 4 at most of the middle, 18 M parameters and 4.1 G. This is the
-# bottleneck of that shape which comes nearest from below: 17.3 M and 4.09 G.
+# CvT §4.2 describes the result of its architecture search without publishing it: stride 2 and ratio
+# 2 at both ends, stride 1 and ratio 4 in most of the middle, 18 M parameters, 4.1 GMACs. This is
+# the closest such bottleneck that is not larger: 17.3 M parameters, 4.09 GMACs.
 _NAS = "a reconstruction in CvT §4.2's search space; the authors never published their result"
 _BOTTLENECK: dict[str, Any] = {
     "kv_stride": (2, (2, 2), (2, 1, 1, 1, 1, 2, 2, 2, 2, 2)),
@@ -127,14 +127,14 @@ VARIANTS: dict[str, Variant] = {row.name: row for row in _ROWS}
 """All models, by name."""
 
 PREFIX = "timm/"
-"""The prefix of the names of timm's models."""
+"""The name prefix of timm models."""
 
 FAMILY_NAMES = {"convit": "ConViT", "deit": "DeiT", "cvt": "CvT"}
-"""The families' names for display."""
+"""Display names of the families."""
 
 
 def family_of(model: str | None) -> str:
-    """The family of a model by its name; "other" for one that is not in the table."""
+    """The family of a model by name; "other" if it is not in the table."""
     return VARIANTS[model].family if model in VARIANTS else "other"
 
 
@@ -142,14 +142,14 @@ def list_models(filter: str = "", family: str | None = None) -> list[str]:
     """Names of the models, in the order of the table.
 
     Args:
-        filter: a wildcard pattern ("convit_*") or a part of the name.
+        filter: a wildcard pattern ("convit_*") or part of the name.
         family: only "convit", "deit" or "cvt".
     """
     return [name for name in matching(VARIANTS, filter) if family in (None, VARIANTS[name].family)]
 
 
 def matching(names: Iterable[str], filter: str) -> list[str]:
-    """Those of `names` that fit a wildcard pattern, or have `filter` as a part."""
+    """Names that match a wildcard pattern, or contain `filter` if it has no wildcards."""
     pattern = filter if any(mark in filter for mark in "*?[") else f"*{filter}*"
     return [name for name in names if fnmatch.fnmatchcase(name, pattern)]
 
@@ -158,11 +158,11 @@ def variant(name: str) -> Variant:
     """The row of the table with this name.
 
     Raises:
-        UserError: if there is none, with the nearest names.
+        UserError: for an unknown name (suggesting the nearest).
     """
     if name not in VARIANTS and not near(name, VARIANTS):
         raise UserError(
-            f"unknown model '{name}'; `locality models` lists ours, and one of timm's is written "
+            f"unknown model '{name}'; see `locality models`, or prefix a timm model: "
             f"'{PREFIX}{name}'"
         )
     return lookup("model", name, VARIANTS)
@@ -172,8 +172,8 @@ def identify(config: Any) -> tuple[str | None, Any]:
     """The row of the table that has this architecture, if any.
 
     Returns:
-        its name and its configuration with the image size, channels and classes of `config`, so
-        that settings which only matter in training are the row's; or None and `config` itself.
+        the row's name and its configuration with the image size, channels and classes of `config`
+        (training settings are the row's); or None and `config` itself.
     """
     for name, row in VARIANTS.items():
         if type(row.config) is type(config) and not signature_diff(row.config, config):

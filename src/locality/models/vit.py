@@ -1,7 +1,7 @@
 """DeiT and ConViT: one class, one configuration.
 
-A ConViT is a vision transformer whose first blocks attend by position as well as by content, and
-whose class token joins after the last of them (ConViT §3, Fig. 4). Without them it is a DeiT.
+A ConViT is a vision transformer whose first blocks have positional attention, after which the class
+token joins (ConViT §3, Fig. 4). Without positional blocks it is a DeiT.
 
 Shapes:  B batch · N = H·W patches · C embed_dim · (H, W) token grid
 """
@@ -43,8 +43,8 @@ def _positional_kwargs(c: ViTConfig) -> dict[str, Any]:
     }
 
 
-# The attention of the first blocks by name. A new kind is a class, a row here, and a name in
-# `PositionalAttention` of `models/config.py`; docs/architecture.md has what else there is.
+# Attention of the first blocks by name. To add one, write a class, a row here, and a name in
+# `PositionalAttention` of `models/config.py`; see docs/architecture.md.
 POSITIONAL: dict[str, Callable[[ViTConfig], nn.Module]] = {
     "gpsa": lambda c: GatedPositionalSelfAttention(
         gating_init=c.gating_init, **_positional_kwargs(c)
@@ -63,7 +63,7 @@ def _positional_parts(
     width: int,
     kept: tuple[Grid, Scores] | None,
 ) -> list[PositionalPart]:
-    """The parts of several layers; `kept` are their scores on one grid."""
+    """The parts of several layers; `kept` is a grid and the precomputed scores on it."""
     scores = kept[1] if kept and kept[0] == grid else stacked_scores(v_pos, grid)
     return positional_parts(scores, gating, grid, x, width)
 
@@ -114,7 +114,7 @@ class VisionTransformer(ImageClassifier):
 
     def _tokens(self, x: Tensor, run: RunBlock, maps: int | None = None) -> Tensor:
         grid = base.token_grids(self.config, x.shape[1:])[0]
-        # Contiguous, or every residual sum down the network would work on strided memory.
+        # Contiguous, so that no later residual sum works on strided memory.
         x = self.patch_embed(x).flatten(2).transpose(1, 2).contiguous()
         parts = self._positional_parts(x, grid)
         token: Tensor | None = self.cls_token
@@ -131,7 +131,7 @@ class VisionTransformer(ImageClassifier):
         return x
 
     def _positional_parts(self, x: Tensor, grid: Grid) -> dict[int, dict[str, PositionalPart]]:
-        """Arguments of gated blocks besides tokens (B, N, C), by their index."""
+        """Extra arguments of the gated blocks for tokens (B, N, C), by block index."""
         layers = self._gated_layers()
         if not layers:
             return {}
@@ -139,20 +139,20 @@ class VisionTransformer(ImageClassifier):
         gating = [layer.gating for layer in layers.values()]
         width = next(iter(layers.values())).value_dim
         kept = None
-        if self.fused:  # some layers may have been pruned since
+        if self.fused:  # layers may have been pruned after fusing
             rows, columns = self.row_scores[: len(layers)], self.column_scores[: len(layers)]
             kept = self.config.native_grids[0], (rows, columns)
         parts = _positional_parts(v_pos, gating, grid, x, width, kept)
         return {index: {"part": parts[place]} for place, index in enumerate(layers)}
 
     def _gated_layers(self) -> dict[int, GatedPositionalSelfAttention]:
-        """The gated layers by the index of their block."""
+        """The gated layers by block index."""
         layers = ((index, block.attn) for index, block in enumerate(self.blocks))
         return {i: a for i, a in layers if isinstance(a, GatedPositionalSelfAttention)}
 
     @property
     def fuses(self) -> bool:
-        """Whether `fuse` has anything to do: gated layers."""
+        """Whether `fuse` changes anything, that is, whether the model has gated layers."""
         return bool(self._gated_layers())
 
     def _fuse(self) -> None:
@@ -181,7 +181,7 @@ class VisionTransformer(ImageClassifier):
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """How parameters group into layers, for layer-wise learning rates (timm's convention)."""
+        """Groups of parameters by layer, for layer-wise learning rates (timm's convention)."""
         return {
             "stem": r"^cls_token|^pos_embed|^patch_embed",
             "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
