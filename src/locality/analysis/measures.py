@@ -175,7 +175,7 @@ def _check_shape(attention: Tensor, query_grid: Grid, key_grid: Grid, prefix_tok
     if tuple(attention.shape[-2:]) != expected:
         raise ValueError(
             f"attention of {attention.shape[-2]} queries to {attention.shape[-1]} keys does not "
-            f"match grids {query_grid[0]}×{query_grid[1]} and {key_grid[0]}×{key_grid[1]} with "
+            f"fit grids {query_grid[0]}×{query_grid[1]} and {key_grid[0]}×{key_grid[1]} with "
             f"{prefix_tokens} class tokens: expected {expected[0]} queries and {expected[1]} keys"
         )
 

@@ -310,7 +310,7 @@ def position_off(
 def _gates(model: nn.Module, layers: int | None) -> list[tuple[nn.Module, str]]:
     gated = _parameters(model, "gated layers", "gating", "gating_param")  # the latter is timm's
     if layers is not None and not 0 <= layers <= len(gated):
-        raise UserError(f"cannot mask {layers} gated layers: the model has {len(gated)}")
+        raise UserError(f"the model has {len(gated)} gated layers; cannot mask {layers}")
     return gated[:layers]
 
 
