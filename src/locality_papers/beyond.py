@@ -106,7 +106,7 @@ def _with_convolutions(s: Scale, fraction: float) -> dict[str, tuple[Run, ...]]:
     }
 
 
-@experiment("beyond/trained-convolutions", "Gated layers that start as trained convolutions")
+@experiment("beyond/trained-convolutions", "Gated layers initialised from trained convolutions")
 def trained_convolutions(s: Scale) -> Table:
     """Compared with random convolutions, twice the training, the net itself, and DeiT."""
     cells = _top1({percent(fraction): _with_convolutions(s, fraction) for fraction in FRACTIONS})
@@ -147,7 +147,7 @@ def _transferred(s: Scale, role: str) -> dict[str, tuple[Run, ...]]:
     }
 
 
-@experiment("beyond/finetuning", "Few images of new classes, from weights that know others")
+@experiment("beyond/finetuning", "Fine-tuning to new classes with few images")
 def finetuning(s: Scale) -> Table:
     """Compared with training from scratch for as many steps."""
     cells = _top1({family: _transferred(s, f"{family}-S") for family in FAMILIES})
@@ -289,7 +289,7 @@ def _initialised(s: Scale, fraction: float) -> dict[str, tuple[Run, ...]]:
     return found | {"ConViT, trained_conv": gated, "the convolutional net of trained_conv": nets}
 
 
-@experiment("beyond/initialisations", "How attention starts")
+@experiment("beyond/initialisations", "Initialisations of attention")
 def initialisations(s: Scale) -> Table:
     """Five initialisations of ConViT and three of DeiT, on fractions of the data."""
     found = {percent(fraction): _initialised(s, fraction) for fraction in _fractions(s)}

@@ -202,7 +202,7 @@ def figure_8(s: Scale) -> Figure:
     )
 
 
-@experiment("convit/figure-9", "PSA in GPSA's place: gating is what keeps the gain")
+@experiment("convit/figure-9", "PSA instead of GPSA: gating keeps the gain")
 def figure_9(s: Scale) -> Figure:
     """Learning curves of DeiT, of ConViT with PSA, and of ConViT."""
     convit, deit = (f"{family}-{'B' if s.comparable else 'S'}" for family in FAMILIES)
@@ -289,7 +289,7 @@ def figure_11(s: Scale) -> Figure:
     )
 
 
-@experiment("convit/figure-12", "What each ingredient does to the dynamics of learning")
+@experiment("convit/figure-12", "Impact of each ingredient on the dynamics of learning")
 def figure_12(s: Scale) -> Figure:
     """Learning curves for numbers of GPSA layers (left) and the rows of Table 3 (right)."""
     by_count = {f"{n} GPSA": _with_gpsa(s, LEARNING_CURVE, n) for n in s.gpsa_counts}

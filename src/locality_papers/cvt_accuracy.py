@@ -48,7 +48,7 @@ _FILES = {
 _METRICS = {"top1": "imagenet", "real": "imagenet_real", "v2": "imagenet_v2"}
 
 
-@experiment("cvt/table-3", "Accuracy on ImageNet, ReaL and V2, beside other models")
+@experiment("cvt/table-3", "Accuracy on ImageNet, ReaL and V2, compared with other models")
 def table_3(s: Scale) -> Table:
     """Our runs, fine-tuned runs, and models of other authors with public weights."""
     place = "cvt/table-3"

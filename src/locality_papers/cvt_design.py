@@ -33,7 +33,7 @@ def built(name: str, img_size: int | None = None) -> dict[str, Quantity]:
 # -- architectures ---------------------------------------------------------------------------------
 
 
-@experiment("cvt/table-1", "What the architectures need")
+@experiment("cvt/table-1", "Components of the architectures")
 def table_1(s: Scale) -> Table:
     """Counted on the models; independent of the scale."""
     columns = {

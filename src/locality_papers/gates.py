@@ -86,7 +86,7 @@ _RATES = (1.0, 100.0)
 _SEEDS = 5
 
 
-@experiment("beyond/distance", "Gates on images that need one place, or two far apart")
+@experiment("beyond/distance", "Gates on images with near or distant pairs")
 def distance(s: Scale) -> Figure:
     """Final mean gate and nonlocality against the share of distant pairs of motifs."""
     gates: dict[float, dict[int, Quantity]] = {rate: {} for rate in _RATES}

@@ -110,7 +110,7 @@ def between_seeds(candidates: Sequence[Quantity]) -> Quantity:
     return Quantity(evaluate, "", tuple(pair for each in candidates for pair in each.measures))
 
 
-@experiment("cvt/nas", "Architecture search: what is found, the default, and random candidates")
+@experiment("cvt/nas", "Architecture search: found, default and random candidates")
 def nas(s: Scale) -> Table:
     """One search per seed, with no more multiply-accumulates than the default CvT."""
     about = (

@@ -64,7 +64,7 @@ _COLOURS = {
 }
 
 
-@experiment("beyond/baselines", "Models beside baselines on the same images")
+@experiment("beyond/baselines", "Models and baselines on the same images")
 def baselines(s: Scale) -> Table:
     """Top-1 of each model family and of pixel baselines, on fractions of the data."""
     models = {label: {"measure": TOP1, "role": role} for label, role in _MODELS.items()}
@@ -125,7 +125,7 @@ def converged(s: Scale) -> Table:
         cells[label] = dict(zip(("once", "twice", "four"), top1, strict=True))
         cells[label] |= {"more": top1[1] - top1[0], "last": top1[2] - top1[1]}
     columns = {
-        "once": Column("as everywhere"),
+        "once": Column("usual steps"),
         "twice": Column("twice the steps"),
         "more": Column("difference", signed=True),
         "four": Column("four times"),

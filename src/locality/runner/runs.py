@@ -209,7 +209,7 @@ def workload(
         f"{states['start']} to start"
     ]
     if problems := sum(cost.problem is not None for cost in waiting):
-        lines.append(f"{problems} of them cannot start; the table of runs says why")
+        lines.append(f"{problems} of them cannot start; see the table of runs")
     if waiting:
         seconds = sum(cost.seconds for cost in waiting) / jobs
         lines.append(
