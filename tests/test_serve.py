@@ -75,8 +75,8 @@ FORM = {"Content-Type": "multipart/form-data; boundary=b"}
 PATHS = ("/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/file:///etc/passwd", "/predict/x")
 # Method, path, body → status and a word of the error; unusual headers.
 HOSTILE = [
-    *(("GET", path, None, 404, "nothing here") for path in (*PATHS, "/docs", "/redoc")),
-    ("POST", "/../predict", photo(), 404, "nothing here"),
+    *(("GET", path, None, 404, "not found") for path in (*PATHS, "/docs", "/redoc")),
+    ("POST", "/../predict", photo(), 404, "not found"),
     *((method, "/predict", None, 405, "POST an image") for method in ("GET", "PUT", "DELETE")),
     ("POST", "/", bytes(50_000_000), 405, "POST an image"),
     ("POST", "/predict", b"", 422, "the file is empty"),
@@ -88,9 +88,9 @@ HOSTILE = [
     ("POST", "/predict", form(photo(), photo()), 422, "2 files", FORM),
     ("POST", "/predict", form(photo()), 422, "0 files", {"Content-Type": "multipart/form-data"}),
     ("POST", "/predict", b"--b\r\n" * 2_000_000, 422, "0 files", FORM),
-    ("GET", "/", None, 400, "'evil.example' is not known", {"Host": "evil.example"}),
-    ("GET", "/openapi.json", None, 400, "is not known", {"Host": "127.0.0.1.evil.example:80"}),
-    ("POST", "/predict", photo(), 400, "is not known", {"Host": "evil.example"}),
+    ("GET", "/", None, 400, "unknown host 'evil.example'", {"Host": "evil.example"}),
+    ("GET", "/openapi.json", None, 400, "unknown host", {"Host": "127.0.0.1.evil.example:80"}),
+    ("POST", "/predict", photo(), 400, "unknown host", {"Host": "evil.example"}),
     ("POST", "/predict", photo(), 403, "http://evil.example", {"Origin": "http://evil.example"}),
     ("POST", "/attention", photo(), 403, "a page of null", {"Origin": "null"}),
     ("POST", "/predict", photo(), 403, "a page of http://[", {"Origin": "http://["}),
@@ -102,7 +102,7 @@ HOSTILE = [
     ("POST", "/predict", bomb(), 422, "50,000,000"),
     ("POST", "/attention", bomb(), 422, "50,000,000"),
     ("POST", "/attention", b"\x89PNG\r\n\x1a\n", 422, "image"),
-    ("POST", "/predict", photo()[:60] + bytes(50_000_000), 413, "more than 20 MB"),
+    ("POST", "/predict", photo()[:60] + bytes(50_000_000), 413, "larger than 20 MB"),
 ]
 
 
@@ -230,7 +230,7 @@ def test_what_is_no_http_is_refused(process):
     with connected(process) as connection:
         connection.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
         status, sentence = answers(connection)
-        assert status == 400 and "no request of HTTP/1.1" in sentence
+        assert status == 400 and "not a valid HTTP/1.1 request" in sentence
 
 
 def test_a_body_that_is_not_http(model, tmp_path):
@@ -455,7 +455,7 @@ def test_it_ends_while_it_is_busy(where, model, tmp_path):
 def test_a_port_that_is_taken(process, model, capsys):
     port = urlparse(process.address).port
     assert main(["serve", str(model), "--port", str(port)]) == 2
-    assert f"port {port}, cannot be listened at" in capsys.readouterr().err
+    assert f"cannot listen on 127.0.0.1, port {port}" in capsys.readouterr().err
 
 
 WIDE = "document.documentElement.scrollWidth - innerWidth"

@@ -1,3 +1,3 @@
 """A study of ConViT and CvT with `locality`: the tables and figures of both papers as experiments,
-beside the numbers they print and an answer to each question.
+with the published numbers and an answer to each of the papers' questions.
 """

@@ -1,18 +1,18 @@
-"""One rule by which every question is answered, from what the records measured.
+"""The rule that answers each question from the recorded measurements.
 
-**yes**: the effect is significantly above 0. **no**: it is significantly below 0, the reverse of
+**yes**: the effect is significantly above 0. **no**: it is significantly below 0, contradicting
 the question. **at most**: neither, but significantly smaller than the paper's effect, or than one
-point of accuracy if the paper gives none; the upper end of the interval is the answer. **cannot
-tell**: everything else, and anything with fewer than three seeds.
+point of accuracy if the paper gives none; the answer is the upper end of the interval. **cannot
+tell**: everything else, and any effect with fewer than three seeds.
 
-Significance is Student's t over seeds at 5%, with differences taken seed by seed. Holm's correction
-covers all questions of a scale, the papers' and ours apart: first for those that differ from 0,
-then, among the others, for those that fall short.
+Tests are Student's t over seeds at 5%, on differences paired by seed. Holm's correction covers all
+questions of a scale, the papers' and our own separately: first testing for effects that differ from
+0, then, among the rest, for effects smaller than the paper's.
 
-If all seeds are evaluated on the same images, the variance of the images is added, at most
-p (1 − p) / N of an accuracy p on N images; the larger p-value and the wider interval count. If
-images are drawn anew with each seed, the scatter of the seeds has it already. Numbers counted on
-the models need no seeds.
+If all seeds are evaluated on the same images, the variance over images is added, at most
+p (1 − p) / N for an accuracy p on N images; the larger p-value and the wider interval count. If
+each seed draws its own images, the spread over seeds already includes it. Quantities computed from
+the models alone need no seeds.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ LEAST_SEEDS = 3
 A_POINT = 1.0
 
 Answer = dict[str, Any]
-"""A question's `COLUMNS`: `n` seeds, `effect` with its 95% interval, the paper's effect, and the
-`seeds` that it would take to tell, where it cannot be told."""
+"""A question's `COLUMNS`: `n` seeds, `effect` with its 95% interval, the paper's effect, and, for
+"cannot tell", the `seeds` needed to tell."""
 
 
 def answers(records: Iterable[Record]) -> list[Answer]:
-    """The answer to every question that was measured, in the records' order."""
+    """Answers to all measured questions, in the order of the records."""
     found: list[tuple[Answer, Record]] = []
     families: dict[tuple[str, bool], list[tuple[Answer, Record]]] = {}
     for record in records:
@@ -55,7 +55,7 @@ def answers(records: Iterable[Record]) -> list[Answer]:
 
 
 def write_answers(path: Path, found: Iterable[Answer]) -> None:
-    """Write answers as CSV, a line each."""
+    """Write answers as CSV, one per line."""
     lines = [[_rounded(each[name]) for name in COLUMNS] for each in found]
     write_atomic(path, csv_text([COLUMNS, *lines]))
 
@@ -100,7 +100,7 @@ def _answer(family: list[tuple[Answer, Record]]) -> None:
 
 
 def _bound(question: Record) -> float | None:
-    """The effect that is looked for: the paper's, or a point of accuracy."""
+    """The effect to test against: the paper's, or one point of accuracy."""
     paper: float | None = question["paper"]
     if paper is not None and paper > 0:
         return paper
@@ -108,12 +108,12 @@ def _bound(question: Record) -> float | None:
 
 
 def seeds_needed(n: int, half_width: float, effect: float) -> int:
-    """How many seeds make the interval of `n` seeds as narrow as a third of an effect, about."""
+    """Seeds needed for a half-width of about a third of `effect`, given that of `n` seeds."""
     return math.ceil(n * (3 * half_width / effect) ** 2)
 
 
 def p_value(question: Record, at: float) -> float:
-    """The two-sided p-value of "the effect is `at`", over seeds and images."""
+    """Two-sided p-value of "the effect is `at`", over seeds and images."""
     if question["exact"]:
         return float(question["mean"] == at)
     if question["n"] < LEAST_SEEDS:
@@ -126,7 +126,7 @@ def p_value(question: Record, at: float) -> float:
 
 
 def interval(question: Record) -> float | None:
-    """Half of the 95% interval over seeds and images; None where one seed says nothing of it."""
+    """Half-width of the 95% interval over seeds and images; None for a single seed."""
     half: float | None = question["half_width"]
     if half is None or not question["images"]:
         return half
@@ -134,13 +134,14 @@ def interval(question: Record) -> float | None:
     return max(half, two_sided_t(freedom) * error)
 
 
-_LARGE = 1000.0  # degrees of freedom from which on t is as good as normal
+_LARGE = 1000.0  # degrees of freedom from which t is practically normal
 
 
 def _error(question: Record) -> tuple[float, float]:
     """The standard error over seeds and images, and its degrees of freedom (Satterthwaite's).
 
-    Images bring freedom with them, so where they say little their p-value can be below the seeds'.
+    Images add degrees of freedom, so with little variance over images this p-value can be below the
+    seeds'.
     """
     freedom = question["n"] - 1
     of_seeds = (question["half_width"] / two_sided_t(freedom)) ** 2

@@ -1,12 +1,12 @@
-"""Beyond the papers: attention that starts from trained convolutions, and other ways to start; few
-images of new classes for models that know others; what it does to findings that runs are short.
+"""Beyond the papers: initialisation from trained convolutions and other initialisations, and
+fine-tuning to new classes with few images.
 
 ConViT ends with a question: "if SA layers benefit from being initialized as random convolutions,
 could one reduce even more drastically their sample complexity by initializing them as pre-trained
-convolutions?" It is asked here of the same images that the model is then trained on, so that no
-further data comes in: of a ConViT whose gated layers start as near as their heads allow to those of
-a convolutional net, against other initialisations (`locality.models.initialisations`), and of a
-ResNet whose convolutions become gated attention exactly (`locality.models.initialisations`).
+convolutions?" Here the convolutions are trained on the same images as the model, so that no further
+data is used: for a ConViT whose gated layers approximate those of a convolutional net, compared
+with other initialisations, and for a ResNet whose convolutions become gated attention exactly
+(`locality.models.initialisations`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FRACTIONS = (0.05, 0.2, 1.0)
 
 
 def _top1(found: Mapping[str, Mapping[str, tuple[Run, ...]]]) -> Cells:
-    """Top-1 of runs: column → label → runs, in the order of the last column's labels."""
+    """Top-1 of runs (column → label → runs), in the order of the last column's labels."""
     *_, labels = found.values()
     return {
         label: {column: measured(runs[label], TOP1) for column, runs in found.items()}
@@ -58,12 +58,12 @@ def _parts(found: Iterable[str]) -> dict[str, Column]:
 def _questions(
     cells: Cells, pairs: Mapping[str, tuple[str, str]], names: Mapping[str, str] = {}
 ) -> dict[str, dict[str, Quantity]]:
-    """Our own questions, of every column that has both rows: is the first above the second?
+    """Our own questions for each column with both rows: is the first above the second?
 
     Args:
         cells: the table.
         pairs: question → labels of the two rows.
-        names: metric of a column → what its questions begin with, if that is not the metric.
+        names: metric of a column → prefix of its questions; the metric by default.
     """
     asked = {
         f"{names.get(metric, metric)}: {text}": cells[first][metric] - cells[second][metric]
@@ -78,12 +78,12 @@ def _above(*pairs: tuple[str, str]) -> dict[str, tuple[str, str]]:
     return {f"is {first} above {second}?": (first, second) for first, second in pairs}
 
 
-# e⁻⁴ of positional attention on each neighbour of a head's centre, 2% of content; both may move.
+# Positional attention of e⁻⁴ on each neighbour of a head's centre, 2% content; both are trained.
 _AS_CONVOLUTIONS = {"locality_strength": 4.0, "gating_init": 4.0}
 
 
 def _from_convolutions(s: Scale, fraction: float) -> tuple[tuple[Run, ...], ...]:
-    """Convolutional nets, ConViTs whose gated layers start from them, and whole ones that do."""
+    """Convolutional nets, and ConViTs whose gated layers, or all weights, start from them."""
     part: dict[str, Any] = {"role": "ConViT-3×3", "fraction": fraction}
     nets = s.runs(**part, fields={"positional_attention": "conv"})
     gated = s.started(nets=nets, **part, label="trained_conv", fields={"init": "trained_conv"})
@@ -106,9 +106,9 @@ def _with_convolutions(s: Scale, fraction: float) -> dict[str, tuple[Run, ...]]:
     }
 
 
-@experiment("beyond/trained-convolutions", "Gated layers that start as trained convolutions")
+@experiment("beyond/trained-convolutions", "Gated layers initialised from trained convolutions")
 def trained_convolutions(s: Scale) -> Table:
-    """Against random convolutions, twice the training, the net itself, and DeiT."""
+    """Compared with random convolutions, twice the training, the net itself, and DeiT."""
     cells = _top1({percent(fraction): _with_convolutions(s, fraction) for fraction in FRACTIONS})
     random, longer = (
         "ConViT, random convolutions (the paper's)",
@@ -124,7 +124,7 @@ def trained_convolutions(s: Scale) -> Table:
         cells,
         _parts(cells["DeiT"]),
         about="Not in the papers. The net is trained on the same images for the same number of "
-        "steps; `init_from_conv2d_` then keeps as much of each kernel as the heads can carry.",
+        "steps; `init_from_conv2d_` then keeps as much of each kernel as the heads can represent.",
         questions=_questions(cells, pairs),
     )
 
@@ -134,7 +134,7 @@ _LAYERWISE = "from weights, rates falling by a quarter with each layer below the
 
 
 def _transferred(s: Scale, role: str) -> dict[str, tuple[Run, ...]]:
-    """Runs on the second half of the classes, few images each, by where training starts."""
+    """Runs on the second half of the classes with few images each, by initial weights."""
     half = image_counts(s.runs(role, seeds=(0,))[0].config)[2] // 2
     nets = s.runs(role, data__first_classes=half, keep_weights=False)
     new: dict[str, Any] = {"fraction": _FEW, "data__skip_classes": half}
@@ -147,17 +147,17 @@ def _transferred(s: Scale, role: str) -> dict[str, tuple[Run, ...]]:
     }
 
 
-@experiment("beyond/finetuning", "Few images of new classes, from weights that know others")
+@experiment("beyond/finetuning", "Fine-tuning to new classes with few images")
 def finetuning(s: Scale) -> Table:
-    """Against training from scratch, at equal length."""
+    """Compared with training from scratch for as many steps."""
     cells = _top1({family: _transferred(s, f"{family}-S") for family in FAMILIES})
     pairs = _above(("from weights", "from scratch"), (_LAYERWISE, "from scratch"))
     return Table(
         cells,
         {family: Column(family) for family in FAMILIES},
-        about=f"Not in the papers. Weights come from all images of the first half of the classes; "
-        f"then {percent(_FEW)} of the images of the other half are trained on, for as many steps, "
-        f"and accuracy is that on the validation images of these.",
+        about=f"Not in the papers. Pre-trained on all images of the first half of the classes, "
+        f"then fine-tuned on {percent(_FEW)} of the images of the other half for as many steps; "
+        f"accuracy on the validation images of the other half.",
         questions=_questions(cells, pairs),
     )
 
@@ -165,13 +165,13 @@ def finetuning(s: Scale) -> Table:
 def _fractions(s: Scale) -> list[float]:
     found = [fraction for fraction in (0.05, 0.1, 1.0) if fraction in s.fractions]
     if not found:
-        raise UserError("this experiment is on 0.05, 0.1 and 1 of the data; give one of these")
+        raise UserError("this experiment has fractions 0.05, 0.1 and 1; give at least one of them")
     return found
 
 
 @contextmanager
 def _on_changed_images(change: Callable[[Tensor], Tensor], model: nn.Module) -> Iterator[None]:
-    """A model that gets to see other images than it is given."""
+    """Context manager: apply `change` to the model's input images."""
     handle = model.register_forward_pre_hook(lambda _, given: (change(given[0]),))
     try:
         yield
@@ -202,13 +202,13 @@ ROBUSTNESS = {
 
 @torch.no_grad()
 def _gates_and_moves(run: Run) -> dict[str, float]:
-    """Of the heads that took over a kernel: their mean gate, and how many look elsewhere now."""
+    """Mean gate, and share of heads that left their place, of heads that replaced a kernel cell."""
     layers = [m.attn for m in load(run.folder).modules() if isinstance(m, ImageAttention)]
     gates = torch.cat([layer.gating[:-1].sigmoid() for layer in layers])
     moves = torch.cat(
         [positional_focus(a.v_pos).centre[:-1] - window_offsets(a.window) for a in layers]
     )
-    # A head without a centre (nan) has left it too.
+    # Includes heads without a centre (nan).
     left = ~(moves.norm(dim=1) < 0.5)
     return {"gate": 100 * float(gates.mean()), "left": 100 * float(left.float().mean())}
 
@@ -247,7 +247,7 @@ def _transformed_runs(s: Scale, fraction: float) -> dict[str, tuple[Run, ...]]:
 
 @experiment("beyond/transformed", "A trained ResNet whose convolutions become gated attention")
 def transformed(s: Scale) -> Table:
-    """Fine-tuned, against the ResNet trained on as long, and ConViT from scratch for the sum."""
+    """Fine-tuned, compared with the ResNet trained as long, and ConViT from scratch."""
     found = {percent(fraction): _transformed_runs(s, fraction) for fraction in _fractions(s)}
     cells, columns = _top1(found), _parts(found) | {name: Column(name) for name in ROBUSTNESS}
     *_, last = found.values()
@@ -262,11 +262,11 @@ def transformed(s: Scale) -> Table:
     return Table(
         cells,
         columns | {"gate": Column("mean gate"), "left": Column("heads that left")},
-        about=f"Not in the papers here: d'Ascoli et al. 2021 did it with ImageNet. The net is "
-        f"trained, transformed and fine-tuned for {_FINE_TUNING:.0%} of its steps, on the same "
-        f"images. Shifts, noise and contrast are those of the evaluated images, of models of the "
-        f"last column before them. A head has left if it looks half a token or more beside its "
-        f"place.",
+        about=f"Not in the two papers; d'Ascoli et al. 2021 did it on ImageNet. The net is "
+        f"trained, transformed and fine-tuned for {_FINE_TUNING:.0%} of its steps on the same "
+        f"images. Shift, noise and contrast change the evaluated images, for the models of the "
+        f"last column before them. A head has left if its centre is half a token or more away from "
+        f"its initial place.",
         questions=_questions(cells, _above(*((first, other) for other in others)), names),
     )
 
@@ -289,9 +289,9 @@ def _initialised(s: Scale, fraction: float) -> dict[str, tuple[Run, ...]]:
     return found | {"ConViT, trained_conv": gated, "the convolutional net of trained_conv": nets}
 
 
-@experiment("beyond/initialisations", "How attention starts")
+@experiment("beyond/initialisations", "Initialisations of attention")
 def initialisations(s: Scale) -> Table:
-    """Five ways to start a ConViT, and three to start a DeiT, on parts of the data."""
+    """Five initialisations of ConViT and three of DeiT, on fractions of the data."""
     found = {percent(fraction): _initialised(s, fraction) for fraction in _fractions(s)}
     cells = _top1(found)
     pairs = _above(
@@ -306,7 +306,7 @@ def initialisations(s: Scale) -> Table:
         cells,
         _parts(found),
         about="Not in the papers. Mimetic: Trockman & Kolter 2023; impulse: Zheng et al. 2025, in "
-        "closed form. For trained_conv the net of the last row is trained for as many steps on the "
-        "same images first.",
+        "closed form. trained_conv starts from the net of the last row, trained for as many steps "
+        "on the same images.",
         questions=_questions(cells, pairs),
     )

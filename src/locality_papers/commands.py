@@ -1,4 +1,4 @@
-"""The study's commands: `locality reproduce`, by name, and `locality search`."""
+"""The study's commands: `locality reproduce` and `locality search`."""
 
 from __future__ import annotations
 
@@ -19,49 +19,49 @@ _HERE = Path(__file__).parent
 
 
 def experiment_names() -> list[str]:
-    """Every experiment, and the papers, as the modules say them: importing these imports torch."""
+    """Names of experiments and papers, read from the source, as importing it imports torch."""
     sources = [file.read_text() for file in sorted(_HERE.glob("*.py"))]
     names = re.findall(r'^@experiment\(\s*"(.+?)"', "\n".join(sources), re.M)
     return [*names, *{name.partition("/")[0] for name in names}]
 
 
 def reproduce(arguments: Sequence[str]) -> None:
-    """Carry out the runs that a table or figure needs, measure, and write it with the paper's
-    numbers beside ours. Finished runs are used as they are, broken ones resume.
+    """Reproduce a table or figure: execute its runs, measure them, and write it with the paper's
+    numbers. Finished runs are reused, interrupted ones resume.
     """
     parser = Parser("reproduce", reproduce.__doc__)
     parser.add_argument(
         "name", nargs="?", default=None, help="convit/table-3, cvt/figure-1, convit, beyond, all"
     )
-    parser.add("--list", False, "every table and figure, and its state")
-    parser.add("--dry_run", False, "runs, images, MACs, hours; no start")
-    parser.add("--finished", False, "write what finished runs give; no start")
+    parser.add("--list", False, "list all tables and figures with their status")
+    parser.add("--dry_run", False, "print runs, images, MACs and hours without starting")
+    parser.add("--finished", False, "write results of finished runs without starting any")
     scales = read_yaml(_HERE / "scales.yaml")
     parser.add("--scale", "digits", ", ".join(scales))
     parser.add("--output", "results", "folder for tables and figures")
     parser.add("--runs", "runs/reproduce", "folder for the runs, shared by all tables")
-    parser.add("--seeds", None, "runs of every cell; the scale's unless given", checks.Count)
-    text = "of the fractions of the data that a table compares, these alone: 0.05,0.3"
+    parser.add("--seeds", None, "runs per cell; the scale's by default", checks.Count)
+    text = "only these of the fractions of the data that a table compares: 0.05,0.3"
     parser.add("--fraction", None, text)
-    parser.add("--jobs", 2, "runs at a time")
-    parser.add("--threads", None, "threads per run", checks.Count)
+    parser.add("--jobs", 2, "number of parallel runs")
+    parser.add("--threads", None, "CPU threads per run", checks.Count)
     parser.add("--executor", "local", "local or submitit")
-    parser.add("--data", None, "folders: '{imagenet: PATH}'", dict[str, str] | None)
-    parser.add("--recorded", None, "file of finished runs, to take from and to add to: X.jsonl.gz")
-    parser.add("--quiet", False, "no progress")
+    parser.add("--data", None, "dataset folders: '{imagenet: PATH}'", dict[str, str] | None)
+    parser.add("--recorded", None, "file of finished runs to read and update: X.jsonl.gz")
+    parser.add("--quiet", False, "print no progress")
     parser.add("--json", False, "with --list: print JSON")
     options = parser.read(arguments)
     if options.list:
         others = vars(options).keys() - {"list", "json", "scale", "runs"}
-        parser.refuse(" ".join(sorted(others)), "does nothing beside --list")
+        parser.refuse(" ".join(sorted(others)), "has no effect with --list")
     else:
-        parser.refuse("json", "is for --list")
+        parser.refuse("json", "needs --list")
     if options.dry_run:
-        parser.refuse("recorded", "does nothing beside --dry_run")
+        parser.refuse("recorded", "has no effect with --dry_run")
     if options.finished:
-        parser.refuse("dry_run jobs threads executor", "does nothing beside --finished")
+        parser.refuse("dry_run jobs threads executor", "has no effect with --finished")
     if options.name is None and not options.list:
-        raise UserError("say what to reproduce; `locality reproduce --list` has every name")
+        raise UserError("no experiment given; `locality reproduce --list` lists all names")
     if options.name not in (None, *(names := [*experiment_names(), "all"])):
         raise unknown("experiment", options.name, names)
     lookup("scale", options.scale, scales)
@@ -79,9 +79,9 @@ def reproduce(arguments: Sequence[str]) -> None:
 
 
 def search(arguments: Sequence[str]) -> None:
-    """Train a supernet of all CvTs that differ in the strides and MLP ratios of their blocks,
-    choose one within the limits, and write a page. The name gives every setting, and the training's
-    are those of `locality train`. Stopped, the same command goes on.
+    """Search CvT architectures: train a supernet over strides and MLP ratios of the blocks, choose
+    a candidate within the limits, and write a page. The name selects all settings; training
+    settings are those of `locality train`. After an interruption, the same command resumes.
     """
     from locality_papers.search.config import SEARCHES, check_model, named, read_search
 
@@ -89,9 +89,9 @@ def search(arguments: Sequence[str]) -> None:
     config = read_search(resumed) if resumed else named(name)
     parser = Parser("search", search.__doc__)
     parser.add_argument("name", nargs="?", help=", ".join(SEARCHES))
-    parser.add("--output", None, "folder; runs/search/… unless given")
-    parser.add("--resume", None, "go on with the search in this folder; takes no settings")
-    parser.add("--dry_run", False, "check everything, print the cost")
+    parser.add("--output", None, "folder; runs/search/… by default")
+    parser.add("--resume", None, "folder of a search to resume; takes no settings")
+    parser.add("--dry_run", False, "check everything, print the cost and exit")
     parser.add("--quiet", False, "print nothing")
     parser.add_settings(config, skip={"run"})
     others = model_settings(config.run.model.name)
@@ -99,7 +99,7 @@ def search(arguments: Sequence[str]) -> None:
     options = parser.read(arguments)
     if resumed and parser.settings:
         names = ", ".join(parser.settings)
-        raise UserError(f"--resume takes the search's own settings; leave {names} out")
+        raise UserError(f"--resume uses the search's own settings; omit {names}")
     check_model(parser.settings.get("model.name", config.run.model.name))
     own = vars(config).keys()
     changes = {name if name in own else f"run.{name}": x for name, x in parser.settings.items()}

@@ -1,4 +1,4 @@
-"""ConViT's figures of what its attention does: nonlocality and gates over training."""
+"""ConViT's figures of attention: nonlocality and gates over training."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from locality_papers.scales import FAMILIES, Scale
 from locality_papers.specs import Figure, Panel, Series, experiment
 
 GATES_FALL = 0.731
-"""From σ(1), where gates start, to 0, which their mean reaches in layers 6 to 10 (§4, p. 8)."""
+"""From σ(1), the initial gate, to 0, reached by the mean gate of layers 6 to 10 (§4, p. 8)."""
 
 
 class Trajectory:
-    """What `TRAJECTORY` measures of a run's attention over its snapshots, as arrays.
+    """The values of `TRAJECTORY` as arrays.
 
     Attributes:
         nonlocality: (layers, snapshots).
-        growth: of each layer's from before the first step to the end, (layers,).
-        early_drop: how much it has fallen early in training, (layers,).
+        growth: nonlocality at the end − before the first step, (layers,).
+        early_drop: nonlocality before the first step − early in training, (layers,).
         gates: σ(λ), mean over heads, (gated layers, snapshots).
     """
 
@@ -39,16 +39,16 @@ class Trajectory:
 def reducer(
     trajectory: Quantity, unit: str = "tokens"
 ) -> Callable[[Callable[..., float]], Quantity]:
-    """A function that reduces a trajectory to a number → the quantity."""
+    """A function that turns a reduction (trajectory → number) into a quantity."""
     return lambda number: combined(lambda found: number(Trajectory(found)), trajectory, unit=unit)
 
 
 EMPTIED = 3.2
-"""How far λ has to fall for a gate near 0: σ(1 − 3.2) = 0.1."""
+"""Decrease of λ that brings a gate near 0: σ(1 − 3.2) = 0.1."""
 
 
 def reach(s: Scale) -> float:
-    """How far λ can move in a run, about: the sum of its learning rates."""
+    """About how far λ can move in a run: the sum of its learning rates."""
     return summed_rate(s.runs("ConViT-S", seeds=s.seeds[:1])[0].config).evaluate({}).at(0)
 
 
@@ -66,7 +66,7 @@ def _nonlocality_panel(s: Scale, role: str, trajectory: Quantity, title: str = "
 
 
 def _gate_panels(s: Scale, size: str) -> tuple[Panel, ...]:
-    """Layer by layer."""
+    """One panel per gated layer."""
     role = f"ConViT-{size}"
     trajectory = s.measured(TRAJECTORY, role, seeds=s.seeds_of(size))
     model = s.architecture(role)
@@ -102,14 +102,14 @@ def figure_5(s: Scale) -> Figure:
     }
     return Figure(
         tuple(_nonlocality_panel(s, *each) for each in found.items()),
-        about="Nonlocality (Eq. 8) of every layer on its own inputs, over training.",
+        about="Nonlocality (Eq. 8) of each layer over training.",
         questions={"§4, p. 7, Fig. 5": asked},
     )
 
 
 @experiment("convit/figure-6", "Gates over training, ConViT-S")
 def figure_6(s: Scale) -> Figure:
-    """σ(λ) of every head, layer by layer."""
+    """σ(λ) of each head, layer by layer."""
     gate = reducer(s.measured(TRAJECTORY, "ConViT-S"), unit="of attention")
     # An odd layer in the middle belongs to neither half.
     half = max(1, s.architecture("ConViT-S").gpsa_layers // 2)
@@ -122,14 +122,14 @@ def figure_6(s: Scale) -> Figure:
     }
     return Figure(
         _gate_panels(s, "S"),
-        about="The gate σ(λ) of positional attention, per head; black: mean over heads.",
+        about="Gate σ(λ) of each head; black: mean over heads.",
         questions={"§4, pp. 7–8, Fig. 6": asked},
     )
 
 
 @experiment("convit/figure-10", "Nonlocality of DeiT-S with and without distillation")
 def figure_10(s: Scale) -> Figure:
-    """The two trajectories, and where they end."""
+    """Trajectories with and without distillation."""
     found = {"no": s.measured(TRAJECTORY, "DeiT-S"), "hard": with_teacher(s, TRAJECTORY, "DeiT-S")}
     alone, distilled = map(reducer, found.values())
 
@@ -143,7 +143,7 @@ def figure_10(s: Scale) -> Figure:
     )
     return Figure(
         panels,
-        about="Nonlocality (Eq. 8) of every layer of DeiT.",
+        about="Nonlocality (Eq. 8) of each layer of DeiT.",
         questions={"app. B, Fig. 10": asked},
     )
 
@@ -160,7 +160,7 @@ def figure_13(s: Scale) -> Figure:
     }
     return Figure(
         tuple(_nonlocality_panel(s, *each) for each in found.items()),
-        about="Nonlocality (Eq. 8) of every layer; sizes are compared by how much it has grown.",
+        about="Nonlocality (Eq. 8) of each layer; sizes are compared by its increase.",
         questions={"app. D, Fig. 13": asked},
     )
 
@@ -182,6 +182,6 @@ def figure_14(s: Scale) -> Figure:
     asked = {"Does the larger ConViT keep more positional attention?": ends["B"] - ends["Ti"]}
     return Figure(
         (*_gate_panels(s, "Ti"), *_gate_panels(s, "B")),
-        about="The gate σ(λ) of positional attention, per head.",
+        about="Gate σ(λ) of each head.",
         questions={"§4, p. 8, and app. D, Fig. 14": asked},
     )

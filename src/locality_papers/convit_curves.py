@@ -1,4 +1,4 @@
-"""ConViT's curves of accuracy: over data, sizes, layers and epochs."""
+"""ConViT's accuracy curves over data, sizes, layers and epochs."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def _printed(number: published.Published) -> Quantity:
 def accuracy_by_size(
     s: Scale, roles: Mapping[str, tuple[int, ...]], printed: Mapping[str, Iterable[str]]
 ) -> tuple[Panel, ...]:
-    """Top-1 against parameters: a panel of ours, over their seeds, and panels of what is printed.
+    """Top-1 against parameters: one panel of our runs, and panels of published numbers.
 
     Args:
         s: the scale.
-        roles: role → its seeds.
-        printed: title of a panel → rows of ConViT's Table 1 or CvT's Table 3.
+        roles: role → seeds.
+        printed: panel title → rows of ConViT's Table 1 or CvT's Table 3.
     """
     tables = published.rows("cvt/table-3") | published.rows("convit/table-1")
     panels = {
@@ -80,7 +80,7 @@ _BIASES: dict[str, dict[str, Any]] = {
 
 @experiment("convit/figure-1", "Soft inductive biases help without being restrictive")
 def figure_1(s: Scale) -> Figure:
-    """The paper's sketch as a measurement: convolutions, gated layers, plain attention."""
+    """Measures the paper's sketch: convolutions, gated layers, plain attention."""
     fractions = (0.05, 0.2, 1.0)
     top1 = {
         label: [s.measured(TOP1, **row, fraction=f) for f in fractions]
@@ -149,7 +149,7 @@ _STRENGTHS = (0.5, 1.0, 2.0)  # α, the other axis of Fig. 8
 
 
 def _with_gpsa(s: Scale, measure: Measure, layers: int, strength: float = 1.0) -> Quantity:
-    """A cell of Figs. 8 and 12; the model's own values are left out, to share its runs."""
+    """A cell of Figs. 8 and 12; default values are omitted, to share runs."""
     if layers == 0:
         return s.measured(measure, "DeiT-S+", seeds=s.few_seeds, **s.small)
     fields: dict[str, Any] = {}
@@ -185,7 +185,7 @@ def figure_8(s: Scale) -> Figure:
     most = 9 if 9 in s.gpsa_counts else all_of_them
     few, many, none = (_with_gpsa(s, TOP1, layers) for layers in (least, most, 0))
     weak, *_, strong = (_with_gpsa(s, TOP1, all_of_them, strength) for strength in _STRENGTHS)
-    # The paper's boosts stand in its Fig. 8.
+    # The paper's boosts are from its Fig. 8.
     early_boost = _with_gpsa(s, TOP1_EARLY, most) / _with_gpsa(s, TOP1_EARLY, 0)
     asked = {
         "Does accuracy grow with the locality strength?": strong - weak,
@@ -196,13 +196,13 @@ def figure_8(s: Scale) -> Figure:
     return Figure(
         panels,
         about="On the smaller training set; zero GPSA layers is DeiT. Early is the first "
-        "evaluation from a twentieth of the run after its warm-up on: the paper's boost is ×1.87 "
-        "at such a time and ×1.47 at the end.",
+        "evaluation after the warm-up and a twentieth of the run: the paper's boost is ×1.87 "
+        "then and ×1.47 at the end.",
         questions={"§4, pp. 8–9, Fig. 8": asked},
     )
 
 
-@experiment("convit/figure-9", "PSA in GPSA's place: gating is what keeps the gain")
+@experiment("convit/figure-9", "PSA instead of GPSA: gating keeps the gain")
 def figure_9(s: Scale) -> Figure:
     """Learning curves of DeiT, of ConViT with PSA, and of ConViT."""
     convit, deit = (f"{family}-{'B' if s.comparable else 'S'}" for family in FAMILIES)
@@ -210,7 +210,7 @@ def figure_9(s: Scale) -> Figure:
     arms = {
         "ConViT (GPSA)": variation(convit),
         "ConViT with PSA": variation(convit, **psa),
-        # Positions and values start as a convolution; queries and keys as everywhere, not at zero.
+        # Positions and values start as a convolution; queries and keys have the usual init, not 0.
         "ConViT with PSA and content": variation(convit, **psa, conv_init=False, init="conv"),
         "DeiT": variation(deit),
     }
@@ -258,7 +258,7 @@ def figure_11(s: Scale) -> Figure:
     ]
 
     def gain(size: str, printed: str) -> Quantity:
-        """The figure's models are Ti+, S+ and B+, whose accuracies Table 1 prints."""
+        """Relative gain of a size; the paper's accuracies of Ti+, S+ and B+ are in Table 1."""
         names = [f"{family}-{printed}" for family in FAMILIES]
         papers = [published.value("convit/table-1", name, "top1").value for name in names]
         found = both(BEST_TOP1, size, seeds=s.few_seeds)
@@ -284,12 +284,12 @@ def figure_11(s: Scale) -> Figure:
     }
     return Figure(
         tuple(panels),
-        about="Solid: ConViT. Dashed: DeiT. Improvements are those of the best evaluations.",
+        about="Solid: ConViT. Dashed: DeiT. Gains are of the best evaluations.",
         questions={"app. C, Fig. 11": asked},
     )
 
 
-@experiment("convit/figure-12", "What each ingredient does to the dynamics of learning")
+@experiment("convit/figure-12", "Impact of each ingredient on the dynamics of learning")
 def figure_12(s: Scale) -> Figure:
     """Learning curves for numbers of GPSA layers (left) and the rows of Table 3 (right)."""
     by_count = {f"{n} GPSA": _with_gpsa(s, LEARNING_CURVE, n) for n in s.gpsa_counts}

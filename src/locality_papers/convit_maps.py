@@ -1,4 +1,4 @@
-"""ConViT's attention maps, and its architecture as it is built."""
+"""ConViT's attention maps and architecture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OTHER_IMAGES = range(1, 4)
 
 @experiment("convit/figure-4", "Architecture of the ConViT")
 def figure_4(s: Scale) -> Figure:
-    """Drawn from the paper's models as they are built here, whatever the scale."""
+    """Drawn from the paper's models; independent of the scale."""
 
     def draw() -> Any:
         deit, convit = build("deit_small"), build("convit_small")
@@ -32,7 +32,7 @@ def figure_4(s: Scale) -> Figure:
 
     return Figure(
         draw=draw,
-        about="What an image passes through, read off the models: layers, tokens, widths.",
+        about="Layers, tokens and widths, read from the models.",
     )
 
 
@@ -60,17 +60,17 @@ def figure_3(s: Scale) -> Figure:
     return Figure(
         draw=draw,
         about="Untrained layers on one image; the four heads are the corners of the kernel, in the "
-        "paper's order. Self-attention (b) sees shapes, PSA at α = 0.5 (c) and 2 (d) places.",
+        "paper's order. Self-attention (b) follows shapes, PSA at α = 0.5 (c) and 2 (d) positions.",
     )
 
 
 def run_pictures(folder: Path | str, count: int, trained: bool = True) -> Pictures:
-    """What the heads of a run's model look at from the centre of its first validation images.
+    """Attention of a run's model from the centre patch of its first validation images.
 
     Args:
-        folder: of the run.
-        count: how many images.
-        trained: whether to look at the model it ended with or at the one it started from.
+        folder: the run folder.
+        count: number of images.
+        trained: use the trained model, else the initial one.
     """
     model, config = load_run(folder)
     model = model if trained else initial_model(folder)
@@ -98,13 +98,13 @@ def _maps_figure(s: Scale, size: str, images: Sequence[int]) -> Figure:
 
 @experiment("convit/figure-7", "Attention maps of DeiT-Ti and ConViT-Ti")
 def figure_7(s: Scale) -> Figure:
-    """Of one image."""
+    """On one image."""
     return _maps_figure(s, "Ti", [0])
 
 
 @experiment("convit/figure-16", "More attention maps of DeiT-Ti and ConViT-Ti")
 def figure_16(s: Scale) -> Figure:
-    """Of other images."""
+    """On other images."""
     return _maps_figure(s, "Ti", _OTHER_IMAGES)
 
 

@@ -1,4 +1,4 @@
-"""ConViT's tables of accuracy: which runs each needs, what is measured on them."""
+"""ConViT's tables of accuracy: their runs and measures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from locality_papers.specs import Column, Table, as_printed, experiment, standar
 
 @experiment("convit/table-1", "ConViT and DeiT of six sizes")
 def table_1(s: Scale) -> Table:
-    """Parameters, cost, speed and accuracy of every size."""
+    """Parameters, cost, speed and accuracy of each size."""
     sizes = {f"{f}-{size}": s.seeds_of(size) for size in s.sizes for f in ("DeiT", "ConViT")}
     measures = {"speed": INFERENCE_SPEED, "top1": TOP1, "top5": TOP5}
     found = s.cells(
@@ -40,7 +40,7 @@ def table_1(s: Scale) -> Table:
         f"Is ConViT-{size} above DeiT-{size}?": top1[f"ConViT-{size}"] - top1[f"DeiT-{size}"]
         for size in s.sizes
     }
-    larger = absent("the sizes of its models here are not in the paper's proportion")
+    larger = absent("the models of this scale do not have the paper's relative sizes")
     if s.comparable:
         larger = top1["ConViT-S+"] - top1["DeiT-B"]
     return Table(
@@ -86,7 +86,7 @@ def table_2(s: Scale) -> Table:
             for m, title in ((TOP1, "top-1"), (TOP5, "top-5"))
             for of, name in (("DeiT-S", "DeiT"), ("ConViT-S", "ConViT"), ("gap", "gap"))
         },
-        about="A fraction of each class's training images, the number of images shown unchanged. "
+        about="Trained on a fraction of each class's images, with equal numbers of images shown. "
         "The gap is ConViT's gain in per cent of DeiT's accuracy.",
         questions={"§3, p. 6, Table 2": asked},
     )
@@ -104,13 +104,13 @@ INGREDIENTS: dict[str, dict[str, Any]] = {
         "ConViT-S+", **_UNGATED, freeze_gpsa=True, conv_init=False
     ),
 }
-"""The rows of Table 3. f and g cross out "Train gating" too, which footnote 4 explains as λ frozen
-at 0."""
+"""The rows of Table 3. In f and g the paper also crosses out "Train gating", which means λ frozen
+at 0 (footnote 4)."""
 
 
 @experiment("convit/table-3", "Ablation of gating, convolutional initialisation and GPSA")
 def table_3(s: Scale) -> Table:
-    """Rows a to g on all data and on 10% of it."""
+    """Rows a to g on all data and on 10%."""
     parts = {"full": 1.0, "10%": 0.1}
     columns = {part: {"measure": TOP1, "fraction": fraction} for part, fraction in parts.items()}
     cells = as_printed("convit/table-3", s.cells(INGREDIENTS, columns))
@@ -140,22 +140,22 @@ def table_3(s: Scale) -> Table:
             "10%": Column("10% of the data"),
             "10% over e": Column("over e, 10%", signed=True),
         },
-        about="Top-1 of ConViT with parts of it frozen or removed; e is DeiT.",
+        about="Top-1 of ConViT with components frozen or removed; e is DeiT.",
         questions={"§4, pp. 8–9, Table 3": asked},
     )
 
 
 def with_teacher(s: Scale, measure: Measure, role: str) -> Quantity:
-    """A measure of runs that learn from the scale's teacher, for Table 4 and Fig. 10.
+    """A measure of runs distilled from the scale's teacher, for Table 4 and Fig. 10.
 
-    The teacher is trained twice as long as they are, on the training images that none of them sees.
+    The teacher is trained twice as long, on training images that the students do not see.
     """
     base = s.base("DeiT-S")
     needs: tuple[Run, ...] = ()
     if not s.comparable:
         seen = base.data.train_part[1]
         if seen == 1.0:
-            return absent("the students see all training images: none are left for a teacher")
+            return absent("the students use all training images; none are left for a teacher")
         settings: dict[str, Any] = {
             "model.name": s.teacher,
             "model.img_size": base.model.img_size or variant(base.model.name).config.img_size,
@@ -178,7 +178,7 @@ def with_teacher(s: Scale, measure: Measure, role: str) -> Quantity:
 @experiment("convit/table-4", "Hard distillation from a convolutional teacher")
 def table_4(s: Scale) -> Table:
     """Accuracy with and without a teacher."""
-    # Elsewhere the paper's comparison of unequal sizes says nothing.
+    # The paper's comparison of unequal sizes is only meaningful with its models.
     roles = ("DeiT-S", *(("DeiT-B",) if s.comparable else ()), "ConViT-S+")
     cells = as_printed(
         "convit/table-4",
@@ -202,8 +202,8 @@ def table_4(s: Scale) -> Table:
             "hard": Column("hard distillation"),
             "gain": Column("gain", signed=True),
         },
-        about=f"Half of the target is the class that the teacher ({s.teacher}) finds most likely; "
-        f"it was trained on images that are not the students'.",
+        about=f"Half of the target is the prediction of the teacher ({s.teacher}), which was "
+        f"trained on other images than the students.",
         questions={"app. B": asked},
     )
 
@@ -230,14 +230,14 @@ def table_5(s: Scale) -> Table:
             "loss": Column("loss", signed=True),
         },
         rows,
-        about="Top-1 of trained models with the absolute position embedding masked and not.",
+        about="Top-1 of trained models with and without their absolute position embedding.",
         questions={"app. F, Table 5": asked},
     )
 
 
 @experiment("convit/table-6", "Content or position masked at test time")
 def table_6(s: Scale) -> Table:
-    """Accuracy of a trained ConViT with one half of its first layers' attention masked."""
+    """Accuracy of a trained ConViT with content or position masked in its first layers."""
     role = f"ConViT-{s.masked_size}"
 
     def without(part: str, layers: int) -> Quantity:

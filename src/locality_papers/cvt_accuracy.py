@@ -1,4 +1,4 @@
-"""CvT's accuracy: beside other models, and transferred to other images."""
+"""CvT's accuracy, compared with other models, and after transfer to other images."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from locality_papers.specs import (
 )
 
 OURS = ("DeiT-S", "DeiT-B", "CvT-13", "CvT-21", "CvT-13-NAS")
-"""The rows of Table 3 that are trained from scratch at 224 pixels."""
+"""Rows of Table 3 trained from scratch at 224 pixels."""
 
 _FILES = {
     "imagenet": "the folder of ImageNet-1k",
@@ -48,9 +48,9 @@ _FILES = {
 _METRICS = {"top1": "imagenet", "real": "imagenet_real", "v2": "imagenet_v2"}
 
 
-@experiment("cvt/table-3", "Accuracy on ImageNet, ReaL and V2, beside other models")
+@experiment("cvt/table-3", "Accuracy on ImageNet, ReaL and V2, compared with other models")
 def table_3(s: Scale) -> Table:
-    """Our runs, fine-tuned ones, and other people's models with their public weights."""
+    """Our runs, fine-tuned runs, and models of other authors with public weights."""
     place = "cvt/table-3"
     cells = as_printed(place, {row: _table_3_cells(s, row) for row in published.rows(place)})
 
@@ -85,19 +85,19 @@ def _table_3_cells(s: Scale, row: str) -> dict[str, Quantity]:
         cells = built(PAPERS_MODELS[row.partition("↑")[0]], 384)
         return cells | {name: fine_tuned(s, row, m) for name, m in accuracies.items()}
     if not s.comparable:
-        reason = f"other people's model, trained on ImageNet; scale '{s.name}' has none"
+        reason = f"a model of other authors, trained on ImageNet; not used at scale '{s.name}'"
         return dict.fromkeys(("parameters", "flops", *_METRICS), absent(reason))
-    return dict.fromkeys(("parameters", "flops"), absent("not ours to count")) | {
+    return dict.fromkeys(("parameters", "flops"), absent("a model of other authors")) | {
         metric: _peer_top1(s, row, dataset) for metric, dataset in _METRICS.items()
     }
 
 
 def _labelled(s: Scale, dataset: str) -> DataConfig:
-    """One of ImageNet's sets to evaluate on."""
+    """One of ImageNet's evaluation sets."""
     real = dataset == "imagenet_real"
     for name in ("imagenet", dataset) if real else (dataset,):
         if s.data.get(name) is None:
-            raise UserError(f"needs {_FILES[name]}; say where with --data.{name} PATH")
+            raise UserError(f"needs {_FILES[name]}; give it with --data '{{{name}: PATH}}'")
     root = s.data["imagenet" if real else dataset]
     return DataConfig(dataset=dataset, root=root, real_labels=s.data[dataset] if real else None)
 
@@ -108,8 +108,8 @@ def _top1_on(s: Scale, dataset: str) -> Measure:
     def read(run: Run) -> float:
         if not s.comparable:
             raise UserError(
-                f"{dataset} has the classes of ImageNet-1k, which scale '{s.name}' does not train "
-                f"on"
+                f"{dataset} needs the classes of ImageNet-1k, which scale '{s.name}' does not "
+                f"train on"
             )
         return float(evaluate_run(run.folder, _labelled(s, dataset))["top1"])
 
@@ -117,9 +117,9 @@ def _top1_on(s: Scale, dataset: str) -> Measure:
 
 
 def _peer_top1(s: Scale, row: str, dataset: str) -> Quantity:
-    """Top-1 of other people's model with public weights that lie on this machine.
+    """Top-1 of another author's model, if its public weights are on this machine.
 
-    Nothing is downloaded for it: the reason says what to fetch.
+    Nothing is downloaded; otherwise the reason says what to download.
     """
     if row not in published.PEERS:
         return absent("timm does not have these weights")
@@ -147,7 +147,7 @@ def _evaluate_public(name: str, data: DataConfig) -> float:
 
 
 def pretrained(s: Scale, role: str, seed: int) -> Run:
-    """The run that pre-trains a model on ImageNet-22k."""
+    """The pre-training run of a model on ImageNet-22k."""
     model = s.models[role][0]
     chosen = {"model.name": model, "seed": seed, "data.root": s.root_of("imagenet22k")}
     config = adjusted("cvt_22k", chosen)
@@ -155,7 +155,7 @@ def pretrained(s: Scale, role: str, seed: int) -> Run:
 
 
 def tuned(s: Scale, start: Run, target: str) -> Run:
-    """The run that fine-tunes what another has trained, at 384 pixels."""
+    """The run that fine-tunes the weights of `start` at 384 pixels."""
     model, seed = start.config.model.name, start.config.seed
     chosen = {"model.name": model, "model.weights": str(start.folder), "seed": seed}
     place = {"data.dataset": target, "data.root": s.root_of(target)}
@@ -167,7 +167,7 @@ def fine_tuned(s: Scale, row: str, measure: Measure) -> Quantity:
     """A measure of a fine-tuned row of Table 3, such as "CvT-13↑384 22k"."""
     role, _, rest = row.partition("↑")
     if not s.comparable or role not in s.models:
-        return absent(f"scale '{s.name}' has no images of 384 pixels to fine-tune on")
+        return absent(f"scale '{s.name}' has no fine-tuning at 384 pixels")
     large = rest.endswith("22k")
     starts = [pretrained(s, role, seed) for seed in s.seeds] if large else s.runs(role)
     return measured((tuned(s, start, "imagenet") for start in starts), measure)
@@ -175,7 +175,7 @@ def fine_tuned(s: Scale, row: str, measure: Measure) -> Quantity:
 
 @experiment("cvt/table-4", "Transfer to other images")
 def table_4(s: Scale) -> Table:
-    """Fine-tuned at a higher resolution than it was pre-trained at, on each target."""
+    """Fine-tuned on each target at a higher resolution than in pre-training."""
     if s.transfer_classes:
         return _transfer_of_classes(s, s.transfer_classes)
     targets = ("cifar10", "cifar100", "pets", "flowers102")
@@ -183,10 +183,10 @@ def table_4(s: Scale) -> Table:
     def cell(role: str, target: str) -> Quantity:
         if role not in s.models:
             return absent(
-                "pre-trained by others on data of their own, and never published fine-tuned"
+                "pre-trained by others on private data; no fine-tuned weights are published"
             )
         if not s.comparable:
-            return absent(f"scale '{s.name}' has nothing larger to pre-train on")
+            return absent(f"scale '{s.name}' has no larger dataset to pre-train on")
         starts = (pretrained(s, role, seed) for seed in s.seeds)
         return measured((tuned(s, start, target) for start in starts), TOP1)
 
@@ -203,8 +203,8 @@ def table_4(s: Scale) -> Table:
 def _transfer_of_classes(s: Scale, classes: int) -> Table:
     """Pre-trained on the first classes, fine-tuned on the others and on digits of more pixels.
 
-    The paper's optimiser (SGD) for a fifth of the steps. Position embeddings, where there are any,
-    are resampled to the larger grid.
+    With the paper's optimiser (SGD), for a fifth of the steps. Position embeddings are resampled to
+    the larger grid.
     """
 
     def cells(role: str) -> dict[str, Quantity]:
@@ -259,7 +259,7 @@ def _transfer_of_classes(s: Scale, classes: int) -> Table:
 
 @experiment("cvt/figure-1", "Accuracy against parameters")
 def figure_1(s: Scale) -> Figure:
-    """Our runs of CvT and DeiT, ConViT for comparison, and both panels of the paper."""
+    """Our runs of CvT, DeiT and ConViT, and both panels of the paper."""
     roles: dict[str, tuple[int, ...]] = {
         role: s.seeds if role in ("DeiT-S", "ConViT-S") else s.few_seeds
         for role in ("DeiT-S", "DeiT-B", "ConViT-S", "ConViT-B", "CvT-13", "CvT-21")

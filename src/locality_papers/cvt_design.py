@@ -1,4 +1,4 @@
-"""CvT's architectures and their ablations: what they need, and what each choice brings."""
+"""CvT's architectures and ablations."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from locality_papers.specs import (
 
 
 def built(name: str, img_size: int | None = None) -> dict[str, Quantity]:
-    """Size and cost of one of the paper's models, at its own image size or another."""
+    """Size and cost of one of the paper's models, at its own or another image size."""
     return counted(lambda: (ModelConfig(name, img_size=img_size), 1000))
 
 
 # -- architectures ---------------------------------------------------------------------------------
 
 
-@experiment("cvt/table-1", "What the architectures need")
+@experiment("cvt/table-1", "Components of the architectures")
 def table_1(s: Scale) -> Table:
-    """Counted on the models as they are built, whatever the scale."""
+    """Counted on the models; independent of the scale."""
     columns = {
         "positions": Column("position embedding (thousands)", ""),
         "overlap": Column("overlap of embedded patches (pixels)", "", 0),
@@ -48,7 +48,7 @@ def table_1(s: Scale) -> Table:
 
     rows = ("DeiT-S", "ConViT-S", "CvT-13")
     cells = {row: {metric: need(row, metric) for metric in columns} for row in rows}
-    return Table(cells, columns, about="Read off the paper's models as they are built here.")
+    return Table(cells, columns, about="Counted on our implementation of the paper's models.")
 
 
 @cache
@@ -69,17 +69,17 @@ def _needs(name: str) -> dict[str, float]:
 
 @experiment("cvt/table-2", "The architectures: parameters and cost")
 def table_2(s: Scale) -> Table:
-    """Counted on the models as built; needs no run and no data."""
+    """Counted on the models; needs no runs or data."""
     return Table(
         {row: built(PAPERS_MODELS[row]) for row in published.rows("cvt/table-2")},
         standard_columns("parameters") | {"flops": Column("GMACs", "G", 2)},
-        about="The paper's own models at 224 pixels, whatever the scale.",
+        about="The paper's models at 224 pixels; independent of the scale.",
     )
 
 
 @experiment("cvt/figure-2", "The pipeline of CvT")
 def figure_2(s: Scale) -> Figure:
-    """Drawn from CvT-13 as it is built, whatever the scale."""
+    """Drawn from CvT-13; independent of the scale."""
 
     def draw() -> Any:
         model = build("cvt_13")
@@ -89,7 +89,7 @@ def figure_2(s: Scale) -> Figure:
             columns | {"(b) attention of stage 3": diagrams.projections(layer, grid)}
         )
 
-    return Figure(draw=draw, about="What an image passes through in CvT-13.")
+    return Figure(draw=draw, about="Layers, tokens and widths of CvT-13.")
 
 
 def _last_attention(model: Any) -> tuple[Any, Any]:
@@ -106,7 +106,7 @@ _PROJECTIONS: dict[str, dict[str, Any]] = {
 
 @experiment("cvt/figure-3", "Linear, convolutional and squeezed projection")
 def figure_3(s: Scale) -> Figure:
-    """Drawn from CvT-13 as it is built, with what convolutions cost and squeezing saves."""
+    """Drawn from CvT-13; independent of the scale."""
 
     def draw() -> Any:
         models = {title: build("cvt_13", **fields) for title, fields in _PROJECTIONS.items()}
@@ -121,7 +121,7 @@ def figure_3(s: Scale) -> Figure:
 
 
 def _changed(s: Scale, place: str, models: dict[str, dict[str, Any]]) -> Cells:
-    """Parameters, MACs and accuracy of models with some of their fields changed, by row."""
+    """Parameters, MACs and accuracy of models with changed fields, by row."""
     cells = {
         label: s.counted(**row) | {"top1": s.measured(TOP1, **row)} for label, row in models.items()
     }
@@ -148,7 +148,7 @@ def table_5(s: Scale) -> Table:
     return Table(
         cells,
         standard_columns("parameters", "top1"),
-        about="Position embeddings present or not while training.",
+        about="Trained with or without position embeddings.",
         questions={"§4.4, Table 5": asked},
     )
 
@@ -171,8 +171,8 @@ def table_6(s: Scale) -> Table:
     return Table(
         cells,
         standard_columns("parameters", "top1"),
-        about="Token embeddings; position embeddings are in every stage (the paper's sizes say "
-        "so).",
+        about="Token embeddings by convolutions or patches; position embeddings in every stage, as "
+        "the paper's parameter counts imply.",
         questions={"§4.4, Table 6": asked},
     )
 
@@ -197,7 +197,7 @@ def table_7(s: Scale) -> Table:
 
 @experiment("cvt/table-8", "Convolutional or linear projection, stage by stage")
 def table_8(s: Scale) -> Table:
-    """Convolutions in more and more stages."""
+    """Convolutional projection in an increasing number of stages."""
 
     def conv_until(stage: int) -> dict[str, Any]:
         projection = ["conv"] * stage + ["linear"] * (3 - stage)

@@ -1,6 +1,6 @@
-"""Architectures as columns of boxes, read off a model while an image passes through it.
+"""Diagrams of architectures as columns of boxes, recorded in a model's forward pass.
 
-As in ConViT's Fig. 4 and CvT's Figs. 2 and 3, with the shapes and sizes of the model that is built.
+As in ConViT's Fig. 4 and CvT's Figs. 2 and 3, with the actual shapes and sizes of the model.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _COLOURS = {"gated": CONVIT, "self-": DEIT, "conv": CVT}
 
 
 def outline(model: ImageClassifier) -> list[str]:
-    """What an image passes through: alike neighbours counted, with tokens and widths."""
+    """A model's layers with tokens and widths; equal consecutive layers are counted."""
     seen: list[str] = []
 
     def note(module: nn.Module, given: Any, output: torch.Tensor) -> None:
-        # The last block may answer for the class token alone.
+        # The last block may return only the class token.
         shown = given[0] if isinstance(module, Block) else output
         if shown.ndim == 4:
             shown = shown.flatten(2).transpose(1, 2)
@@ -94,7 +94,7 @@ def gated_layer(layer: GatedPositionalSelfAttention) -> list[str]:
 
 
 def projections(layer: ConvolutionalAttention, grid: tuple[int, int]) -> list[Row]:
-    """How an attention layer makes queries, keys and values of a grid of tokens."""
+    """An attention layer's projections of a token grid to queries, keys and values."""
     parts = []
     for name, part in (("queries", layer.q), ("keys", layer.k), ("values", layer.v)):
         rows, columns = part.grid(grid)
@@ -113,7 +113,7 @@ def projections(layer: ConvolutionalAttention, grid: tuple[int, int]) -> list[Ro
 
 
 def draw_columns(columns: Mapping[str, Sequence[Row]]) -> Figure:
-    """Rows below each other, joined by lines, under the title of their column."""
+    """Draw titled columns of boxes, with consecutive rows joined by lines."""
     tallest = max(map(len, columns.values()))
     with settings():
         figure = new_figure(_WIDTH * len(columns), _STEP * tallest + 0.4)

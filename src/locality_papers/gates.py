@@ -1,4 +1,4 @@
-"""Beyond the papers: why gates move little in short runs, and whether they follow the images."""
+"""Beyond the papers: why gates move little in short runs, and whether they depend on the images."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from locality_papers.scales import Scale
 from locality_papers.specs import Cells, Column, Figure, Panel, Table, experiment, shaded
 
 FACTORS = (1.0, 10.0, 100.0)
-"""Of the learning rate of positions: Adam moves a parameter by at most about the sum of its rates,
-some 186 over the 300 epochs of ConViT's recipe, 1,251 steps each, and 0.5 to 1.5 in runs of a
-thousand steps."""
-_REACHING = 100.0  # from which factor on the sum is about the paper's in runs of a thousand steps
+"""Factors on the learning rate of positions. Adam moves a parameter by at most about the sum of its
+learning rates: about 186 over the 300 epochs (1,251 steps each) of ConViT's recipe, and 0.5 to 1.5
+in runs of a thousand steps."""
+_REACHING = 100.0  # the factor at which runs of a thousand steps have about the paper's sum
 _LONGER = 4
 
 _LEAST_DIFFERENCE = 0.05
-"""Of a mean gate, or of nonlocality in tokens: what would show that gates do what they are for.
-Stated on 2026-11-23, before the first run."""
+"""Smallest difference in mean gate, or in nonlocality in tokens, that would show that gates work as
+intended. Stated on 2026-11-23, before the first run."""
 
 
 @experiment("beyond/position-rate", "Gates and nonlocality at higher rates of v_pos and λ")
 def position_rate(s: Scale) -> Table:
-    """What ConViT's gated layers become with a factor on the learning rate of their positions."""
+    """ConViT's gated layers with a factor on the learning rate of their positions."""
     layers = range(s.architecture("ConViT-S").gpsa_layers)
     columns = {"sum": Column("Σ learning rate", "", 2), "top1": Column("top-1")}
     for n in layers:
@@ -34,7 +34,7 @@ def position_rate(s: Scale) -> Table:
     cells: Cells = {}
     asked = {}
     choices = [(factor, 1) for factor in FACTORS]
-    if reach(s) < EMPTIED:  # elsewhere the papers' own rate takes gates far enough
+    if reach(s) < EMPTIED:  # otherwise the papers' rate moves gates far enough
         choices += [(1.0, _LONGER), (_REACHING, _LONGER)]
     for factor, longer in choices:
         chosen: dict[str, Any] = {"seeds": s.few_seeds, "keep_weights": True}
@@ -54,20 +54,20 @@ def position_rate(s: Scale) -> Table:
     return Table(
         cells,
         columns,
-        about="Not in the papers. The learning rate of v_pos and λ times a factor; its sum, about "
-        "how far Adam can move them (186 in the paper); gates at the end, mean over heads; "
-        "nonlocality at the end less that at the start. If gates stay for want of reach alone, "
-        "they fall where the sum is the paper's, as they do there; this was stated before the "
-        "first run with a sum that large.",
+        about="Not in the papers. The learning rate of v_pos and λ is multiplied by a factor. Its "
+        "sum over the steps is about how far Adam can move them (186 in the paper). Gates are at "
+        "the end, averaged over heads; nonlocality gained is from start to end. Prediction, stated "
+        "before the first run with a sum that large: if gates stay only because the sum is small, "
+        "they fall when it equals the paper's.",
         questions={"": asked},
     )
 
 
 DISTANT = {"motifs_0": 0, "motifs_50": 50, "motifs_100": 100}
-"""Datasets of `locality.data.motifs`, and how many per cent of their pairs lie apart."""
+"""Datasets of `locality.data.motifs` → per cent of distant pairs."""
 
-# 16×16 pixels in 4×4 patches, each one place of a motif. A seed that is not used here told all
-# pairs after 500 steps; the first that is used had not after 1,000 (only accuracy was looked at).
+# 16×16 pixels in 4×4 patches, one per motif. An unused seed reached 100% after 500 steps, the first
+# seed used here did not after 1,000 (only accuracy was inspected).
 _ON_MOTIFS: dict[str, Any] = {
     "data__part": (0.0, 1.0),
     "model__img_size": 16,
@@ -86,9 +86,9 @@ _RATES = (1.0, 100.0)
 _SEEDS = 5
 
 
-@experiment("beyond/distance", "Gates on images that need one place, or two far apart")
+@experiment("beyond/distance", "Gates on images with near or distant pairs")
 def distance(s: Scale) -> Figure:
-    """Mean gate and nonlocality at the end, against how many pairs of motifs lie apart."""
+    """Final mean gate and nonlocality against the share of distant pairs of motifs."""
     gates: dict[float, dict[int, Quantity]] = {rate: {} for rate in _RATES}
     nonlocality: dict[float, dict[int, Quantity]] = {rate: {} for rate in _RATES}
     for rate, (dataset, percent) in product(_RATES, DISTANT.items()):
@@ -102,7 +102,7 @@ def distance(s: Scale) -> Figure:
         )
         gate, number = reducer(trajectory, unit="of attention"), reducer(trajectory)
         gates[rate][percent] = gate(lambda of: fmean(of.gates[:, -1]))
-        # The gated layers are the first.
+        # Gated layers come first.
         nonlocality[rate][percent] = number(lambda of: fmean(of.nonlocality[: len(of.gates), -1]))
     asked = {
         "are gates lower on images that need two places?": (gates, 0, 100),
@@ -112,7 +112,7 @@ def distance(s: Scale) -> Figure:
         panels=tuple(
             Panel(
                 title,
-                "pairs that lie apart, %",
+                "distant pairs, %",
                 label,
                 shaded({f"rate ×{rate:g}": over(of, of.values()) for rate, of in by_rate.items()}),
             )
@@ -121,11 +121,11 @@ def distance(s: Scale) -> Figure:
                 ("nonlocality", "tokens, mean of gated layers", nonlocality),
             )
         ),
-        about=f"Not in the papers. Two motifs are the same or not: neighbours, or two places or "
-        f"more apart (`locality.data.motifs`). If gates do what they are for, they end at least "
-        f"{_LEAST_DIFFERENCE} lower, and nonlocality as much higher, where no pair is of "
-        f"neighbours; this was stated before the first run. At the papers' learning rate of v_pos "
-        f"and λ, and at {_RATES[-1]:g} times that.",
+        about=f"Not in the papers. The task is whether two motifs are equal; they are neighbours, "
+        f"or at least two places apart (`locality.data.motifs`). Prediction, stated before the "
+        f"first run: distant pairs lower gates by at least {_LEAST_DIFFERENCE} and raise "
+        f"nonlocality by as much. At the papers' learning rate of v_pos and λ, and at "
+        f"{_RATES[-1]:g} times that.",
         questions={
             "": {
                 f"×{rate:g}: {text}": (of[rate][more] - of[rate][less]).stated(_LEAST_DIFFERENCE)

@@ -1,6 +1,6 @@
-"""What is measured on finished runs, and the numbers, seed by seed, that an experiment makes of it.
+"""Measures of finished runs, and the quantities per seed that experiments compute from them.
 
-A number that cannot be had is empty for a reason, which stands in its place wherever it is shown.
+A quantity without a value is empty, with a reason that is shown in its place.
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ from locality.training.optim import make_plan
 from locality.training.run_folder import RunFolder
 
 MEASURED = "experiments.json"
-"""Where the measures of a run are kept, in its folder, so that none is taken twice."""
+"""The file in a run folder that caches its measures."""
 
 Failures = Mapping[Path, str]
 """Why runs failed, by folder."""
 
-# The batch at which ConViT's paper gives its speeds.
+# Batch size of the speeds in ConViT's paper.
 _SPEED_BATCH, _SPEED_ROUNDS = 128, 7
 _TRAJECTORY_IMAGES = 256
 
 
 class Empty(Exception):
-    """A quantity that has no value; the message says why, for people."""
+    """A quantity without a value; the message is the reason."""
 
 
 class Untestable(Empty):
-    """A quantity that a scale cannot have, which is known before anything runs."""
+    """A quantity that does not exist at a scale, known before anything runs."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Something that can be measured on a finished run.
+    """A measure of a finished run.
 
     Attributes:
-        name: says all that the value depends on, since it is what the value is kept under.
-        function: the run → a number, or a list or dictionary of numbers for a curve.
-        cached: keep the value in the run folder, because taking it costs forward passes.
-        timed: it is a time, to be taken when nothing else is going on.
-        unit: of its differences.
-        accuracy: it is the percentage of the evaluated images that are right.
+        name: the key of the cached value; has to name everything that the value depends on.
+        function: run → number, or a list or dictionary of numbers for a curve.
+        cached: cache the value in the run folder, because it needs forward passes.
+        timed: a duration, to be measured on an otherwise idle machine.
+        unit: unit of its differences.
+        accuracy: whether it is an accuracy in per cent of the evaluated images.
     """
 
     name: str
@@ -74,14 +74,14 @@ class Measure:
     accuracy: bool = False
 
     def __call__(self, run: Run) -> Any:
-        """The value on a finished run, measured now unless it was before."""
+        """The value for a finished run, measured or cached."""
         if not self.cached:
             return self.function(run)
         return cached_value(run.folder / MEASURED, self.name, lambda: self.function(run))
 
 
 def cached_value(path: Path, name: str, take: Callable[[], Any]) -> Any:
-    """The value that a file keeps under a name; taken, and kept, if it does not yet."""
+    """The value cached in a file under a name; computed and added if missing."""
 
     def read() -> dict[str, Any]:
         return read_json(path) if path.exists() else {}
@@ -89,7 +89,7 @@ def cached_value(path: Path, name: str, take: Callable[[], Any]) -> Any:
     known = read()
     if name not in known:
         value = take()
-        # Read again: another value may have been added meanwhile.
+        # Read again, as another value may have been added meanwhile.
         known = read() | {name: value}
         write_atomic(path, json.dumps(known, allow_nan=False) + "\n")
     return known[name]
@@ -97,12 +97,12 @@ def cached_value(path: Path, name: str, take: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True)
 class Term:
-    """An accuracy on the same images in all seeds, which a number depends on.
+    """An accuracy that a number depends on, measured on the same images for all seeds.
 
     Attributes:
         right: the accuracy as a fraction, mean over seeds.
-        slope: how much the number changes with it, per point.
-        images: how many there are.
+        slope: derivative of the number with respect to the accuracy in points.
+        images: number of images.
     """
 
     right: float
@@ -112,14 +112,14 @@ class Term:
 
 @dataclass(frozen=True)
 class Values:
-    """What a quantity came to.
+    """The values of a quantity.
 
     Attributes:
         by_seed: seed → value.
         problems: why seeds are missing, one sentence each.
-        constant: it is the same for every seed, and `by_seed` has it for seed 0.
-        terms: the accuracies that it was computed from, each by what was measured on which runs;
-            none of those whose images are drawn anew with each seed.
+        constant: the same for all seeds; `by_seed` then has seed 0 only.
+        terms: accuracies that the quantity depends on, by measure and runs, without those whose
+            images differ between seeds.
     """
 
     by_seed: dict[int, Any]
@@ -136,12 +136,12 @@ class Values:
         return estimate(list(self.by_seed.values()))
 
     def image_error(self) -> float:
-        """At most how far other images of the same kind would move the number: a standard error.
+        """Upper bound on the standard error due to the choice of evaluated images.
 
-        An image is right or wrong, so an accuracy p on N images has variance p (1 − p) / N. Of two
-        models on the same images the share that both have right is unknown. It is at most the
-        smaller accuracy and, unless what is hard for one is easy for the other, at least p q, as on
-        images of their own. Of these two the one that makes the number's variance larger is taken.
+        An accuracy p on N images has variance p (1 − p) / N. For two models with accuracies p and q
+        on the same images, the share that both predict correctly is unknown: at most min(p, q), and
+        at least p q unless their errors are negatively correlated. The bound that gives the larger
+        variance is used.
         """
 
         def covariance(one: Term, other: Term) -> float:
@@ -155,13 +155,13 @@ class Values:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number, or a curve {"x": […], "y": […]}, for each seed; differences are taken seed by seed.
+    """A number, or a curve {"x": […], "y": […]}, per seed; differences are paired by seed.
 
     Attributes:
-        evaluate: failures → values; raises `Empty`, which says why, if there are none.
-        unit: of its differences; those of accuracies are in points.
-        measures: what it takes of each run.
-        paper: the number in the paper's place, if it prints what this is computed from.
+        evaluate: failures → values; raises `Empty` with the reason if there are none.
+        unit: unit of its differences; points for accuracies.
+        measures: the measures it needs, by run.
+        paper: the paper's number, published or computed from published numbers.
     """
 
     evaluate: Callable[[Failures], Values]
@@ -171,7 +171,7 @@ class Quantity:
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """What it is measured on."""
+        """The runs it is measured on."""
         return tuple(run for run, _ in self.measures)
 
     def __sub__(self, other: Quantity) -> Quantity:
@@ -181,17 +181,17 @@ class Quantity:
         return combined(operator.truediv, self, other, unit="times")
 
     def stated(self, paper: float) -> Quantity:
-        """The number, knowing the size that the paper's table, text or figure gives it."""
+        """The quantity with the paper's number, from a table, the text or a figure."""
         return dataclasses.replace(self, paper=paper)
 
 
 def why_missing(run: Run, failures: Failures) -> str | None:
-    """Why a run has no result; None if it has one."""
+    """Why a run has no result, or None if it has one."""
     return failures.get(run.folder) or (None if run.is_finished() else "not run yet")
 
 
 def measured(runs: Iterable[Run], measure: Measure) -> Quantity:
-    """A measure of the finished ones of some runs that differ in their seed alone."""
+    """A measure of runs that differ only in their seed; unfinished ones are skipped."""
     pairs = tuple((run, measure) for run in runs)
 
     def evaluate(failures: Failures) -> Values:
@@ -220,7 +220,7 @@ def measured(runs: Iterable[Run], measure: Measure) -> Quantity:
 
 
 def _shared_images(configs: Sequence[RunConfig]) -> int | None:
-    """How many images all of some runs are evaluated on; None if each draws its own."""
+    """Number of images that all runs are evaluated on; None if images differ between runs."""
     data = configs[0].data
     split_off = data.val_part is not None or "images" not in DATASETS[data.dataset]
     if split_off and len({each.data.split_seed for each in configs}) > 1:
@@ -229,9 +229,9 @@ def _shared_images(configs: Sequence[RunConfig]) -> int | None:
 
 
 def combined(function: Callable[..., Any], *parts: Quantity, unit: str = "points") -> Quantity:
-    """A function of quantities, computed for every seed that all of them have.
+    """A function of quantities, computed for each seed that all of them have.
 
-    What a seed does to all of them (split, order) cancels in a difference.
+    A seed's common effect on all of them (split, order) cancels in a difference.
     """
 
     def evaluate(failures: Failures) -> Values:
@@ -241,7 +241,7 @@ def combined(function: Callable[..., Any], *parts: Quantity, unit: str = "points
         values = list(found.values())
         seeds = _seeds(values, set.intersection)
         if not seeds:
-            raise Empty("no seed is common to what it is computed from")
+            raise Empty("the quantities it is computed from share no seed")
         return Values(
             {seed: function(*(each.at(seed) for each in values)) for seed in seeds},
             tuple(dict.fromkeys(problem for each in values for problem in each.problems)),
@@ -258,7 +258,7 @@ def combined(function: Callable[..., Any], *parts: Quantity, unit: str = "points
 def _evaluated(
     parts: Iterable[Quantity], failures: Failures
 ) -> tuple[dict[int, Values], list[Empty]]:
-    """What parts came to, by their place among them, and why others have no value."""
+    """The values of parts by index, and the reasons why others are empty."""
     found, reasons = {}, []
     for place, part in enumerate(parts):
         try:
@@ -269,18 +269,18 @@ def _evaluated(
 
 
 def _seeds(values: Iterable[Values], join: Callable[..., set[int]]) -> list[int]:
-    """The seeds that all of some values have, or any; 0 where none depends on the seed."""
+    """The intersection or union of the values' seeds; [0] if none depends on the seed."""
     varied = [set(each.by_seed) for each in values if not each.constant]
     return sorted(join(*varied)) if varied else [0]
 
 
 def _first(reasons: Iterable[Empty]) -> Empty:
-    """What cannot be had is said before what was not run."""
+    """The reason to show: impossible quantities before runs that were not executed."""
     return min(reasons, key=lambda error: not isinstance(error, Untestable))
 
 
 def over(xs: Iterable[float], parts: Iterable[Quantity]) -> Quantity:
-    """Numbers as a curve: x → the quantity of that x; a seed has the places that it was run at."""
+    """Quantities at several x as a curve; each seed has the x at which it was run."""
     points = list(zip(xs, parts, strict=True))
 
     def evaluate(failures: Failures) -> Values:
@@ -303,7 +303,7 @@ _STEP = 1e-3  # in points
 
 
 def _terms(function: Callable[..., Any], parts: Sequence[Values], seed: int) -> dict[Any, Term]:
-    """What a function of quantities depends on, by its slopes at their means over seeds."""
+    """The terms of a function of quantities, with numerical slopes at their means over seeds."""
     at = [each.estimate().mean if each.terms else each.at(seed) for each in parts]
     found: dict[Any, Term] = {}
     for n, part in enumerate(parts):
@@ -320,7 +320,7 @@ def _terms(function: Callable[..., Any], parts: Sequence[Values], seed: int) -> 
 
 
 def computed(function: Callable[[], Any], unit: str = "") -> Quantity:
-    """A number that needs no run, such as the parameters of a model: the same for every seed."""
+    """A number that needs no run, such as a model's parameters; the same for all seeds."""
 
     def evaluate(_: Failures) -> Values:
         try:
@@ -332,7 +332,7 @@ def computed(function: Callable[[], Any], unit: str = "") -> Quantity:
 
 
 def absent(reason: str) -> Quantity:
-    """What a scale cannot have, and why."""
+    """A quantity that does not exist at a scale, with the reason."""
 
     def refuse(_: Failures) -> Values:
         raise Untestable(reason)
@@ -341,7 +341,7 @@ def absent(reason: str) -> Quantity:
 
 
 def relative_gain(convit: Quantity, deit: Quantity) -> Quantity:
-    """How much ConViT is above DeiT, in per cent of DeiT (ConViT Table 2's "gap")."""
+    """ConViT's gain over DeiT in per cent of DeiT's accuracy ("gap" in ConViT's Table 2)."""
     unit = "% of DeiT's accuracy"
     return combined(lambda a, b: 100 * (a - b) / b, convit, deit, unit=unit)
 
@@ -349,7 +349,7 @@ def relative_gain(convit: Quantity, deit: Quantity) -> Quantity:
 def of_result(
     *names: str, per: float = 1.0, unit: str = "points", accuracy: bool = False
 ) -> Measure:
-    """A number of result.json, such as millions of parameters: `per` 1e6 and `unit` "M"."""
+    """A number in result.json, divided by `per`: 1e6 and `unit` "M" for parameters."""
 
     def read(run: Run) -> float:
         found: Any = run.result() or {}
@@ -359,7 +359,7 @@ def of_result(
 
 
 TOP1 = of_result("top1", accuracy=True)
-"""Accuracy at the end, in per cent."""
+"""Final accuracy in per cent."""
 TOP5 = of_result("top5", accuracy=True)
 
 
@@ -385,26 +385,26 @@ LEARNING_CURVE = Measure("top-1 over epochs", _read_curve, cached=False)
 BEST_TOP1 = Measure(
     "best top1", lambda run: max(_read_curve(run)["y"]), cached=False, accuracy=True
 )
-"""The highest top-1 of all evaluations; Fig. 11 compares these."""
-# Epochs on a part of the data are shorter; the same fraction of the training compares.
+"""The highest top-1 of all evaluations, for Fig. 11."""
+# Comparable between fractions of the data, whose epochs differ in length.
 CURVE_OVER_FRACTION = Measure("top-1 over the fraction of training", _over_fraction, cached=False)
 
 
 def early(schedule: ScheduleConfig) -> float:
-    """When training is early: a twentieth of the run after its warm-up, 20 of the paper's epochs.
+    """End of early training: warm-up plus a twentieth of the run (20 of the paper's epochs).
 
-    In the schedule's unit, and so the same number of steps for all models of a scale.
+    In the schedule's unit, so the same number of steps for all models of a scale.
     """
     return schedule.warmup + schedule.length / 20
 
 
 def _first_from(at: float, places: Sequence[float]) -> int:
-    """Which of some places in a run, the last of them its end, is the first not before `at`."""
+    """Index of the first of `places` at or after `at`, else of the last."""
     return next((i for i, place in enumerate(places) if place >= at - 1e-6), len(places) - 1)
 
 
 def top1_at(name: str, when: Callable[[ScheduleConfig], float]) -> Measure:
-    """Top-1 at the first evaluation that is not before some time, in the schedule's unit."""
+    """Top-1 at the first evaluation at or after a time in the schedule's unit."""
 
     def read(run: Run) -> float:
         schedule = run.config.schedule
@@ -425,15 +425,15 @@ def _trajectory(run: Run) -> dict[str, Any]:
 
 
 TRAJECTORY = Measure(f"attention over training, {_TRAJECTORY_IMAGES} images", _trajectory)
-"""Nonlocality and gates of every layer over the snapshots of a run, and which of them is early."""
+"""Nonlocality and gates of each layer over a run's snapshots, and the index of the early one."""
 
 
 def masked_top1(name: str, mask: Callable[[nn.Module], AbstractContextManager[Any]]) -> Measure:
     """Top-1 of the trained model with part of it masked.
 
     Args:
-        name: of the mask, with its parameters.
-        mask: a context manager that is given the model.
+        name: name of the mask with its parameters.
+        mask: model → context manager.
     """
 
     def read(run: Run) -> float:
@@ -456,7 +456,7 @@ def _images_per_second(run: Run) -> float:
 INFERENCE_SPEED = Measure(
     "inference images per second", _images_per_second, timed=True, unit="images/s"
 )
-"""At batch 128 on this machine, the best of a few."""
+"""At batch size 128 on this machine, the best of several timings."""
 
 
 def summed_rate(config: RunConfig) -> Quantity:
@@ -466,7 +466,7 @@ def summed_rate(config: RunConfig) -> Quantity:
         plan = make_plan(config, image_counts(config)[0])
         peak = config.optim.peak_lr(config.engine.batch_size)
         start, end = config.schedule.warmup_lr, config.schedule.min_lr
-        # A line up; then a cosine over the whole length, from where the line has got to.
+        # Linear warm-up, then the cosine of the whole length from the end of the warm-up.
         warm, length = plan.warmup, plan.steps - plan.cooldown
         cosine = length - warm - length / math.pi * math.sin(math.pi * warm / length)
         rising, falling = warm * (start + peak) / 2, (peak - end) / 2 * cosine

@@ -1,4 +1,4 @@
-"""CvT's architecture search (§4.2) at laptop scale: does it find anything, and why."""
+"""CvT's architecture search (§4.2) at laptop scale: whether it finds better models, and why."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ from locality_papers.search.space import Candidates, SearchSpace
 from locality_papers.specs import Cells, Column, Table, experiment, standard_columns
 
 SEARCHED = {"digits": "digits", "fashion": "fashion_mnist", "imagenet": "imagenet_nas"}
-"""Scale → its search."""
+"""Scale → search."""
 
 RANKED = 20
-"""Candidates that are trained from scratch to see whether the supernet ranks them right."""
+"""Number of candidates trained from scratch to check the supernet's ranking."""
 
 _TASK = "locality_papers.nas:"
 
 
 def default_index(config: SearchConfig, space: SearchSpace) -> int:
-    """The number of the CvT that the search starts from."""
+    """The candidate number of the CvT that the search starts from."""
     return space.index(meta_model(config.run, space.base.num_classes).config)
 
 
 def search_below_default(config: RunConfig, folder: Path | str) -> dict[str, Any]:
-    """Search for a candidate that costs no more than the CvT the search starts from.
+    """Search for a candidate that costs no more than the default CvT.
 
     Args:
-        config: of the supernet; the search is the one whose recipe it has.
-        folder: of the search.
+        config: configuration of the supernet; its recipe identifies the search.
+        folder: folder of the search.
     """
     known = next(each for each in map(named, SEARCHED.values()) if each.run.recipe == config.recipe)
     search = dataclasses.replace(known, run=config, parameters=None)
@@ -62,11 +62,11 @@ def search_below_default(config: RunConfig, folder: Path | str) -> dict[str, Any
 
 
 def train_found(config: RunConfig, folder: Path | str) -> dict[str, Any]:
-    """Train what a search has found, from scratch.
+    """Train the candidate found by a search from scratch.
 
     Args:
-        config: of the CvT it started from; `model.weights` is the folder of the search.
-        folder: of the run.
+        config: configuration of the default CvT; `model.weights` is the folder of the search.
+        folder: the run folder.
     """
     found = read_json(Path(str(config.model.weights)) / "result.json")
     chosen = {f"model.{name}": found[name] for name in ("kv_stride", "mlp_ratio")}
@@ -89,7 +89,7 @@ def _supernet_top1(numbers: tuple[int, ...]) -> Measure:
 def kendall(first: Sequence[float], second: Sequence[float]) -> float:
     """Kendall's rank correlation τ_b: 1 for the same order, −1 for the opposite one.
 
-    Pairs that one of the two cannot tell apart count as it does in τ_b. 0 where all are alike.
+    Ties count as in τ_b. 0 if all values of one are equal.
     """
     signs = [np.sign(np.subtract.outer(values, values)) for values in (first, second)]
     scale = math.sqrt(np.square(signs[0]).sum() * np.square(signs[1]).sum())
@@ -97,7 +97,7 @@ def kendall(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def between_seeds(candidates: Sequence[Quantity]) -> Quantity:
-    """Kendall's τ between the accuracies that two seeds give candidates, for every two seeds."""
+    """Kendall's τ between the candidates' accuracies with two seeds, for all pairs of seeds."""
 
     def evaluate(failures: Failures) -> Values:
         found = [each.evaluate(failures).by_seed for each in candidates]
@@ -110,14 +110,14 @@ def between_seeds(candidates: Sequence[Quantity]) -> Quantity:
     return Quantity(evaluate, "", tuple(pair for each in candidates for pair in each.measures))
 
 
-@experiment("cvt/nas", "Architecture search: what is found, the default, and random candidates")
+@experiment("cvt/nas", "Architecture search: found, default and random candidates")
 def nas(s: Scale) -> Table:
-    """From scratch, at no more multiply-accumulates than the default; a search for every seed."""
+    """One search per seed, with no more multiply-accumulates than the default CvT."""
     about = (
-        f"What a search finds at no more multiply-accumulates than CvT's default (stride 2, ratio "
-        f"4), and random candidates that cost within 5% of it, trained from scratch. Held out: "
-        f"accuracy of the best candidate in the supernet, on training images kept for it. τ: how "
-        f"far two accuracies put {RANKED} random candidates in the same order."
+        f"The candidate found with no more multiply-accumulates than CvT's default (stride 2, "
+        f"ratio 4), and random candidates of at least 95% of its cost, trained from scratch. Held "
+        f"out: the best candidate's accuracy in the supernet, on held-out training images. τ: rank "
+        f"correlation of two accuracies over {RANKED} random candidates."
     )
     columns = {
         **standard_columns("parameters", "flops", "top1"),
@@ -165,7 +165,7 @@ def nas(s: Scale) -> Table:
     evolution, random = (
         measured(searches, of_result("best", way)) for way in ("evolution", "random")
     )
-    top1_of_ranked = of_result("top1")  # only its order counts, which has no slope by images
+    top1_of_ranked = of_result("top1")  # only the order counts, so without an error over images
     candidates = [
         measured((scratch(number, seed) for seed in s.few_seeds), top1_of_ranked)
         for number in ranked

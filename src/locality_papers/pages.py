@@ -1,9 +1,9 @@
 """Pages from the records in `results/SCALE`: `python -m locality_papers.pages`, or `make pages`.
 
-`docs/findings.md` has every question with its answer at each scale, `docs/results/` a page for
-each experiment, `results/answers.csv` all numbers, and the README the answers between its marks.
-Nothing in them is written by hand but the remarks, which lie beside the records in `remarks.yaml`:
-experiment → what does not reproduce, and the most likely reason.
+Writes all questions and answers to `docs/findings.md`, one page per experiment to `docs/results/`,
+all numbers to `results/answers.csv`, and the main answers between the marks in the README. Only the
+remarks are written by hand, in `results/SCALE/remarks.yaml`: experiment → what does not reproduce,
+and the most likely reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from locality_papers.specs import papers_order
 from locality_papers.tables import Notes, filled, usual_n
 
 SHOWN = ("digits", "fashion", "fashion14")
-"""The scales whose records lie in the repository."""
+"""Scales with records in the repository."""
 _README = ("<!-- findings -->\n", "<!-- /findings -->")
 
 
@@ -33,18 +33,18 @@ def read_records(folder: Path) -> list[Record]:
     """The records of one scale, in the papers' order."""
     found = [read_json(path) for path in folder.glob("*.json")]
     if not found:
-        raise UserError(f"{folder} holds no results; `locality reproduce all` writes them")
+        raise UserError(f"no results in {folder}; `locality reproduce all` writes them")
     return sorted(found, key=lambda record: papers_order(record["name"]))
 
 
 def write_all(root: Path) -> None:
-    """Write every page of a repository's results.
+    """Write all pages of a repository's results.
 
     Args:
-        root: of the repository.
+        root: root of the repository.
 
     Raises:
-        UserError: if a scale has remarks on an experiment without results.
+        UserError: a scale has remarks on an experiment without results.
     """
     folders = {scale: root / "results" / scale for scale in SHOWN}
     by_scale = {scale: read_records(folder) for scale, folder in folders.items() if folder.is_dir()}
@@ -85,10 +85,10 @@ def page(
     """One experiment as Markdown, with a section for each scale.
 
     Args:
-        records: of it, one a scale.
-        found: answers, those of other experiments too.
-        remarks: scale → what to say of it there.
-        folder: of the scales' folders as seen from the page; None for a page in one of them.
+        records: its records, one per scale.
+        found: answers, also of other experiments.
+        remarks: scale → remark.
+        folder: relative path from the page to the scales' folders; None for a page inside one.
     """
     parts = []
     for record in records:
@@ -120,7 +120,7 @@ def page(
 def _tables(
     headings: list[str], lines: list[list[str]]
 ) -> Iterator[tuple[list[str], list[list[str]]]]:
-    """A table in parts that fit a page, each with the rows' labels."""
+    """Split a table into parts that fit the page, each with the row labels."""
     step = 6 if len(headings) > 9 else 9
     for first in range(1, len(headings), step):
         columns = slice(first, first + step)
@@ -136,7 +136,7 @@ def _by_question(found: Iterable[Answer]) -> dict[tuple[str, str], dict[str, Ans
 
 
 def findings(by_scale: Mapping[str, list[Record]], found: Sequence[Answer]) -> str:
-    """Every question with its answer at each scale, as Markdown that lies in docs/."""
+    """All questions with their answers at each scale, as Markdown for docs/."""
     sections: dict[str, list[Any]] = {"The papers' questions": [], "Our own questions": []}
     for at in _by_question(found).values():
         question = next(iter(at.values()))
@@ -185,16 +185,16 @@ def headlines(found: Iterable[Answer]) -> str:
 
 
 def everywhere(at: Mapping[str, Answer]) -> str:
-    """The answers at all scales in a cell."""
+    """The answers at all scales, in one cell."""
     return "; ".join(f"{scale}: {said(answer)}" for scale, answer in at.items())
 
 
 def said(answer: Answer) -> str:
-    """An answer in a cell: "yes, +5.2 (+3.1 to +7.3)"."""
+    """An answer as text: "yes, +5.2 (+3.1 to +7.3)"."""
     unit = "" if answer["unit"] == "points" else f" {answer['unit']}".rstrip()
     more = f" {_number(answer, 'high')}" if answer["answer"] == AT_MOST else ""
     if answer["answer"] == CANNOT_TELL and answer["seeds"]:
-        more = f" ({answer['seeds']} seeds would)"
+        more = f" (needs {answer['seeds']} seeds)"
     text = f"{answer['answer']}{more}, {_number(answer, 'effect')}{unit}"
     if answer["low"] is not None:
         text += f" ({_number(answer, 'low')} to {_number(answer, 'high')})"
@@ -202,23 +202,23 @@ def said(answer: Answer) -> str:
 
 
 def papers(answer: Answer) -> str:
-    """The paper's answer: its own effect, or that it says yes; our own questions have none."""
+    """The paper's effect, or "yes" if it gives none; "not asked" for our own questions."""
     if answer["paper"] is None:
         return "yes" if answer["where"] else "not asked"
     return _signed(answer["paper"])
 
 
 def _number(answer: Answer, name: str) -> str:
-    """A number of an answer to the second significant digit of its interval."""
+    """A number of an answer, rounded to two significant digits of its interval."""
     half = 0.0 if answer["low"] is None else (answer["high"] - answer["low"]) / 2
-    if half < 1e-9:  # alike but for rounding
+    if half < 1e-9:  # equal up to rounding errors
         return _signed(answer[name])
     decimals = max(0, 1 - math.floor(math.log10(half)))
     return f"{answer[name]:+.{decimals}f}".replace("-", "−")
 
 
 def _signed(value: float) -> str:
-    # The rounding errors of percentages are no number to show: 0.1 + 0.2 − 0.3 is 0.
+    # Remove rounding errors, so that 0.1 + 0.2 − 0.3 shows as 0.
     return f"{round(value, 9):+.3g}".replace("-", "−")
 
 
@@ -232,12 +232,12 @@ def _rendered(template: str, **content: Any) -> str:
         "sentence": lambda text: f"{text[0].upper()}{text[1:].rstrip('.')}.",
     }
     text = render("locality_papers", template, filters, **content)
-    # Blocks that have nothing to say leave empty lines.
+    # Empty blocks leave empty lines.
     return re.sub("\n{3,}", "\n\n", text).strip() + "\n"
 
 
 def _hardware(made: Record) -> list[str]:
-    """The processors and GPUs of a record's provenance, which has a list of GPUs per machine."""
+    """Processors and GPUs in a record's provenance, where GPUs are listed per machine."""
     return [*made["processors"], *chain(*made["gpus"])]
 
 

@@ -1,13 +1,11 @@
-"""The numbers that the two papers print (`published.yaml`), each with where it stands.
+"""Numbers published in the two papers (`published.yaml`); none is measured by us.
 
-Never a measurement of ours.
-
-A number is found by the table or figure it stands in, its row, and what it measures:
+A number is identified by its table or figure, row and metric:
 
     value("convit/table-2", "5%", "ConViT-S/top1")  →  Published(47.8, …)
 
-Numbers from running text stand under "text". Where a paper contradicts itself both numbers are
-here, and `note` says so.
+Numbers from running text are under "text". If a paper contradicts itself, both numbers are listed,
+with a `note`.
 """
 
 from __future__ import annotations
@@ -23,10 +21,10 @@ class Published(NamedTuple):
     """One number in a paper.
 
     Attributes:
-        value: as printed: per cent (points of differences), parameters in millions, FLOPs in
+        value: as printed: per cent (points for differences), parameters in millions, FLOPs in
             billions, images per second.
         protocol: how it was obtained.
-        note: what it contradicts, or what else has to be known.
+        note: what it contradicts, or other remarks.
     """
 
     value: float
@@ -37,7 +35,7 @@ class Published(NamedTuple):
 _FILE = read_yaml(Path(__file__).with_suffix(".yaml"))
 
 PEERS: dict[str, str] = _FILE["peers"]
-"""Other people's models in CvT's Table 3 → timm's name of their public weights, if it has them."""
+"""Models of other authors in CvT's Table 3 → timm's name of their public weights, if any."""
 
 PUBLISHED = {
     (table["place"], row, metric): Published(
@@ -48,27 +46,27 @@ PUBLISHED = {
     for metric, number in zip(table["columns"], numbers, strict=True)
     if number is not None
 }
-"""Place ("convit/table-2", "cvt/text"), row in the paper's words, what was measured → number."""
+"""(place such as "convit/table-2" or "cvt/text", row as in the paper, metric) → number."""
 
 COMPUTED = "computed from the table"
-"""The note of differences that our tables show and the paper leaves to the reader."""
+"""Note of differences that are computed from published numbers."""
 
 
 def as_computed(place: str, value: float) -> Published:
-    """What follows from numbers that a table prints, under the protocol of these."""
+    """A number computed from those of a published table, with their protocol."""
     protocol = next(number.protocol for at, number in PUBLISHED.items() if at[0] == place)
     return Published(round(value, 2), protocol, COMPUTED)
 
 
 def value(place: str, row: str, metric: str) -> Published:
-    """The number that stands at this place."""
+    """The published number at this place."""
     if (place, row, metric) not in PUBLISHED:
         raise unknown("published number", f"{place}/{row}/{metric}", map("/".join, PUBLISHED))
     return PUBLISHED[place, row, metric]
 
 
 def rows(place: str) -> dict[str, dict[str, Published]]:
-    """A whole table: row → metric → number, in the paper's order."""
+    """A published table: row → metric → number, in the paper's order."""
     tables: dict[str, dict[str, dict[str, Published]]] = {}
     for (where, row, metric), number in PUBLISHED.items():
         tables.setdefault(where, {}).setdefault(row, {})[metric] = number

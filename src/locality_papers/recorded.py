@@ -1,7 +1,7 @@
-"""Finished runs in one compressed file, from which a clone has the same tables without training.
+"""Finished runs in one compressed file, to reproduce tables without training.
 
-A line of JSON is a run: the name of its folder, and the files that tables and curves read, as they
-are. Weights are not among them, so what needs weights has to be measured before.
+Each line is a run in JSON: the name of its folder, and the files that tables and curves read.
+Weights are not included, so measures that need them must be taken before.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ FILES = (
 
 
 def export_runs(folders: Iterable[Path], path: Path) -> None:
-    """Add finished runs to a file; the same runs make the same file.
+    """Add finished runs to a file; the same runs give the same file.
 
     Args:
-        folders: of the runs.
-        path: of the file, such as `results/fashion.runs.jsonl.gz`.
+        folders: the run folders.
+        path: the file, such as `results/fashion.runs.jsonl.gz`.
     """
     runs = read_runs(path) if path.exists() else {}
     for folder in folders:
@@ -38,15 +38,15 @@ def export_runs(folders: Iterable[Path], path: Path) -> None:
 
 
 def import_runs(path: Path, root: Path) -> None:
-    """Make the folders of the runs in a file; a folder that is there already stays as it is.
+    """Create the folders of the runs in a file; existing folders are unchanged.
 
     Args:
-        path: of the file.
-        root: where the folders go.
+        path: the file.
+        root: parent of the run folders.
     """
     for name, files in read_runs(path).items():
         if not (root / name).exists():
-            partial = root / f".{name}.partial"  # a run's folder is there whole or not at all
+            partial = root / f".{name}.partial"  # renamed when complete
             partial.mkdir(parents=True, exist_ok=True)
             for file in FILES:
                 if file in files:
@@ -55,7 +55,7 @@ def import_runs(path: Path, root: Path) -> None:
 
 
 def read_runs(path: Path) -> dict[str, dict[str, str]]:
-    """The runs in a file: name of the folder → name of the file → text."""
+    """The runs in a file: folder name → file name → text."""
     with wrap_errors(f"{path} is not a file of recorded runs", ValueError, KeyError, TypeError):
         lines = gunzip(path, "file of recorded runs", 16 * LARGEST_TEXT).decode().splitlines()
         found = [parse_json(line, str(path)) for line in lines]

@@ -1,8 +1,8 @@
-"""An experiment's outcome as plain values.
+"""An experiment's results as plain values.
 
-Of a question a record keeps the effect that answers it: `mean`, `half_width` over seeds, `n`, the
-values `by_seed`, `exact` where it needs no run, `images`, the standard error that the evaluated
-images leave, and `paper`, the size that the paper gives it. `locality_papers.answers` has the rule.
+For each question a record keeps the effect that answers it: `mean`, `half_width` over seeds, `n`,
+the values `by_seed`, `exact` (needs no run), `images` (standard error over the evaluated images),
+and `paper` (the paper's effect). `locality_papers.answers` turns effects into answers.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Record = dict[str, Any]
 
 
 def make_record(item: Experiment, spec: Spec, scale: Scale, failures: Failures) -> Record:
-    """Evaluate a spec on the runs that are finished.
+    """Evaluate a spec on the finished runs.
 
     Args:
         item: the experiment.
-        spec: what it asks for at `scale`.
-        scale: where.
+        spec: its specification at `scale`.
+        scale: the scale.
         failures: why runs failed, by folder.
 
     Returns:
@@ -85,7 +85,7 @@ def _cell(
 
 
 def _evaluated(quantity: Quantity, failures: Failures, shown: Callable[[Values], Record]) -> Record:
-    """What a record shows of a quantity's values, or why there are none."""
+    """A quantity's values as shown in a record, or the reason why there are none."""
     try:
         values = quantity.evaluate(failures)
     except Empty as error:
@@ -108,7 +108,7 @@ def _series(series: Series, failures: Failures) -> Record:
 
 
 def _why_not_drawn(spec: Figure, failures: Failures) -> str | None:
-    """For a drawing: what is missing for it."""
+    """What is missing for a drawing, or None."""
     for run in spec.drawn:
         if reason := why_missing(run, failures):
             return f"{run.name}: {reason}"
@@ -128,14 +128,14 @@ def _asked(question: Record, effect: Quantity, failures: Failures) -> Record:
 
 
 def _measured(values: Values) -> Record:
-    """Mean and interval, and the values they come from."""
+    """Mean, interval and values by seed."""
     found = values.estimate()
     by_seed = {str(seed): value for seed, value in values.by_seed.items()}
     return {"mean": found.mean, "half_width": found.half_width, "n": found.n, "by_seed": by_seed}
 
 
 def provenance(runs: Sequence[Run]) -> Record:
-    """With what, where and when some runs were computed, from what they left in their folders."""
+    """Versions, hardware and times of runs, from the files in their folders."""
     finished = [run for run in runs if run.is_finished()]
     environments = [RunFolder(run.folder).environment() for run in finished]
     results = [run.result() or {} for run in finished]

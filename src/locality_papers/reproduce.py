@@ -1,4 +1,4 @@
-"""Every table and figure by name, and `locality reproduce`: from its runs to its files."""
+"""`locality reproduce`: all tables and figures by name, from runs to files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from locality_papers.specs import REGISTRY, Experiment, Figure, Spec, papers_ord
 from locality_papers.tables import to_csv
 
 RUNS = "runs/reproduce"
-"""Where run folders go unless given, apart from those of `locality train`."""
+"""Default folder of the runs, separate from those of `locality train`."""
 
 
 def experiments() -> dict[str, Experiment]:
@@ -48,7 +48,7 @@ def experiments() -> dict[str, Experiment]:
 
 
 def find(name: str) -> list[Experiment]:
-    """The experiment called `name`, or all of a paper ("convit", "cvt"), or "all"."""
+    """The experiment named `name`, or all of a paper ("convit", "cvt"), or "all"."""
     known = experiments()
     chosen = [item for key, item in known.items() if name in ("all", key, key.partition("/")[0])]
     if not chosen:
@@ -73,27 +73,27 @@ def reproduce(
     recorded: Path | str | None = None,
     quiet: bool = False,
 ) -> list[Record]:
-    """Carry out the runs of an experiment, measure, and write its tables and figures.
+    """Execute and measure the runs of an experiment, and write its tables and figures.
 
-    Finished runs are used as they are, broken ones resume. A run that fails leaves its cells empty
-    with the reason, and nothing else.
+    Finished runs are reused, interrupted ones resume. Cells of a failed run are empty, with the
+    reason.
 
     Args:
         name: "convit/table-3", a paper ("convit", "cvt"), "beyond", or "all".
-        scale: one of `SCALES`, or a scale of one's own.
+        scale: one of `SCALES`, or a custom `Scale`.
         output: folder for the files: `output/SCALE/convit-table-3.md`, `.csv`, `.json`, and for
             figures `.png`.
-        dry_run: print runs, images, multiply-accumulates and hours, and do nothing.
-        finished: start no run; what is not finished stays empty.
-        executor: "local", "submitit", or an object with their `map`.
-        jobs: runs at a time.
-        threads: processor threads per run; the machine's divided by `jobs` unless given.
-        runs: folder for the run folders, which experiments share: `runs/reproduce/SCALE/…`.
-        data: dataset → its folder, for those that have one.
-        seeds: runs of every cell, in the place of the scale's numbers: with seeds 0, 1, ….
-        fraction: of the fractions of the data that the scale compares, only this one or these.
-        recorded: a file of finished runs: those that have no folder yet are taken from it first,
-            and all that are finished in the end are added to it.
+        dry_run: only print runs, images, multiply-accumulates and hours.
+        finished: start no runs; cells of unfinished runs are empty.
+        executor: "local", "submitit", or an `Executor`.
+        jobs: number of parallel runs.
+        threads: CPU threads per run; the machine's divided by `jobs` by default.
+        runs: folder for the run folders, shared by all experiments: `runs/reproduce/SCALE/…`.
+        data: dataset → folder, for datasets that need one.
+        seeds: runs per cell, with seeds 0, 1, …; the scale's by default.
+        fraction: only this one or these of the scale's fractions of the data.
+        recorded: a file of finished runs; runs without a folder are restored from it first, and
+            all finished runs are added to it at the end.
         quiet: print nothing.
 
     Returns:
@@ -111,8 +111,8 @@ def reproduce(
         whole, specs = specs, {item.name: item.build(chosen) for item in items}
         if same := [each for each, spec in specs.items() if spec.runs == whole[each].runs]:
             raise UserError(
-                f"{same[0]} has the same runs with the fraction as without; leave it out, or name "
-                f"one that compares fractions, such as convit/table-2"
+                f"{same[0]} does not depend on the fraction; omit it, or name an experiment that "
+                f"compares fractions, such as convit/table-2"
             )
     wanted = with_needs(run for spec in specs.values() for run in spec.runs)
     if dry_run:
@@ -149,7 +149,7 @@ def _with_fractions(scale: Scale, fractions: Sequence[float]) -> Scale:
 
 
 def _split_by_data(scale: Scale, wanted: Sequence[Run]) -> tuple[dict[Path, str], list[Run]]:
-    """Why some runs cannot be started, by folder, and the runs that can."""
+    """Reasons why runs cannot start because of missing data, by folder; and the other runs."""
     failures: dict[Path, str] = {}
     ready: list[Run] = []
     for run in wanted:
@@ -163,7 +163,7 @@ def _split_by_data(scale: Scale, wanted: Sequence[Run]) -> tuple[dict[Path, str]
 
 
 def _measure_when_done(specs: Iterable[Spec]) -> Callable[[Outcome], None]:
-    """What takes the measures of a run when it ends, so that they outlive its weights."""
+    """A callback that measures each run when it ends, so that its weights can be deleted."""
     wanted: dict[Path, set[Measure]] = {}
     for spec in specs:
         for run, measure in (pair for each in spec.quantities for pair in each.measures):
@@ -172,7 +172,7 @@ def _measure_when_done(specs: Iterable[Spec]) -> Callable[[Outcome], None]:
 
     def take(outcome: Outcome) -> None:
         for each in wanted.get(outcome.run.folder, ()) if outcome.error is None else ():
-            with contextlib.suppress(UserError, FileNotFoundError):  # its cell will say so
+            with contextlib.suppress(UserError, FileNotFoundError):  # reported in its cell
                 each(outcome.run)
 
     return take
@@ -183,7 +183,7 @@ def _record_file(folder: Path, item: Experiment) -> Path:
 
 
 def _check_files(folder: Path, item: Experiment) -> None:
-    """Refuse to write an experiment's files in the place of other files."""
+    """Refuse to overwrite files that are not the experiment's."""
     path = _record_file(folder, item)
     check_output(path, b'{\n "name": "')
     if not path.exists():
@@ -198,10 +198,10 @@ def write_experiment(
 
     Args:
         item, spec, scale, failures: see `make_record`.
-        folder: where the files go.
+        folder: folder for the files.
 
     Returns:
-        the record, which is also what the .json file holds.
+        the record, as written to the .json file.
     """
     path = _record_file(folder, item)
     record = make_record(item, spec, scale, failures)
@@ -214,7 +214,7 @@ def write_experiment(
                 figure = spec.draw()
                 shown = True
             except (UserError, FileNotFoundError) as error:
-                # Without weights, what was drawn while they were there stays.
+                # Without weights, keep an existing picture.
                 shown = picture.exists()
                 record["empty"] = None if shown else str(error)
         if figure is not None:
@@ -239,22 +239,21 @@ def _show(records: Sequence[Record], failures: Failures, folder: Path) -> None:
 def list_experiments(
     scale: str = "digits", runs: Path | str = RUNS, hours: bool = True
 ) -> list[dict[str, Any]]:
-    """Every table and figure with its scale, runs, hours here, and status.
+    """All tables and figures with their scale, runs, remaining time here, and status.
 
     Args:
         scale: one of `SCALES`.
-        runs: as for `reproduce`.
-        hours: estimate the time that is left, which takes a few training steps of a network of
-            each name.
+        runs: see `reproduce`.
+        hours: estimate the remaining time by a few training steps of one network per model name.
 
     Returns:
-        one dictionary per experiment: name, title, scale, runs, finished, seconds (left, for one
+        one dictionary per experiment: name, title, scale, runs, finished, seconds (remaining, one
         run at a time; None without `hours`) and status.
     """
     chosen = get_scale(scale, Path(runs) / scale)
     wanted = [(item, with_needs(item.build(chosen).runs)) for item in experiments().values()]
     every = with_needs(run for _, needed in wanted for run in needed)
-    # As many threads as `reproduce` gives a run: more than a machine has free wait for each other.
+    # As many threads as `reproduce` gives a run.
     threads = threads_per_run(jobs=2)
     costs = {run.folder: run_cost(run, threads) for run in every} if hours else {}
     rows = []
@@ -277,7 +276,7 @@ def list_experiments(
 
 
 def show_list(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What `list_experiments` returned, as lines."""
+    """The rows of `list_experiments` as text."""
     width = max(len(row["name"]) for row in rows)
     return "\n".join(
         f"{row['name']:{width}}  {row['runs']:4} runs  "

@@ -1,8 +1,8 @@
-"""Scales: complete choices of data, models, length and seeds at which every experiment can run.
+"""Scales: complete choices of data, models, length and seeds for all experiments.
 
-The papers' names of models stand for a role. At each scale a role is filled by one of our models,
-so that an experiment is written once. `scales.yaml` has those that come with the study; what they
-cost says `reproduce --dry_run`.
+The papers' model names are roles, filled by one of our models at each scale, so that each
+experiment is defined once. The study's scales are in `scales.yaml`; `reproduce --dry_run` prints
+their cost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from locality.training.config import ModelConfig
 from locality.training.cost import forward_macs, image_counts, parameters
 from locality_papers.measures import Measure, Quantity, absent, computed, measured
 
-_recipe = cache(recipe)  # thousands of runs ask for the same few
+_recipe = cache(recipe)  # thousands of runs use the same few
 FAMILIES = ("ConViT", "DeiT")
 FRACTIONS = (0.05, 0.1, 0.3, 0.5, 1.0)
 _FOLDERS = {"imagenet100": "imagenet"}  # datasets that are a part of another
@@ -34,29 +34,29 @@ _FOLDERS = {"imagenet100": "imagenet"}  # datasets that are a part of another
 
 @dataclass(frozen=True)
 class Scale:
-    """One complete choice.
+    """A scale.
 
     Attributes:
-        name: as given on the command line.
-        about: which data, models and length, in a sentence.
-        comparable: whether accuracies can be put beside the paper's: same data, same protocol.
-        seeds: of every cell; `few_seeds` where a figure asks for many runs.
-        models: role → our model and the fields of it that differ from its variant.
-        recipes: pattern of roles ("CvT*") → recipe; the first that fits.
-        settings: pattern of roles → settings that differ from the recipe's; all that fit, in order.
+        name: name on the command line.
+        about: data, models and length, in a sentence.
+        comparable: whether accuracies are comparable to the papers': same data, same protocol.
+        seeds: seeds of each cell; `few_seeds` for experiments with many runs.
+        models: role → our model and its changed fields.
+        recipes: pattern of roles ("CvT*") → recipe; the first match counts.
+        settings: pattern of roles → changes to the recipe's settings; all matches apply, in order.
         small: settings of the smaller training set of Figs. 8 and 12.
-        fractions: of Table 2.
-        splits_by_seed: each seed draws anew which images are evaluated on, so that intervals over
-            seeds are also over images.
+        fractions: fractions of the data in Table 2.
+        splits_by_seed: whether each seed draws its own validation images, so that intervals over
+            seeds include the spread over images.
         gpsa_counts: an axis of Fig. 8; `gpsa_counts[-1]` is the model's own number.
-        masked_layers: the rows of Table 6.
-        masked_size: the size that Tables 5 and 6 mask.
-        teacher: of distillation: the timm model that is trained first; where accuracies are
-            comparable, the name of public weights.
-        snapshots: copies of the weights that baseline runs on all data keep for figures over
+        masked_layers: rows of Table 6.
+        masked_size: model size of Tables 5 and 6.
+        teacher: teacher of distillation: a timm model to train first, or the name of public weights
+            if accuracies are comparable.
+        snapshots: number of weight snapshots saved by baseline runs on all data, for figures over
             epochs.
-        transfer_classes: where accuracies are not comparable, the first classes that models are
-            pre-trained on, to be fine-tuned on the others (CvT Table 4); 0 for none.
+        transfer_classes: if accuracies are not comparable, pre-train on this many first classes and
+            fine-tune on the others (CvT Table 4); 0 for none.
     """
 
     name: str
@@ -95,17 +95,16 @@ class Scale:
 
         Args:
             role: one of `models`.
-            fraction: of the training images; the number of images shown stays the same.
-            seeds: the scale's unless given.
-            keep_weights: keep copies of the weights over training; baselines on all data do so
-                unless given, other runs do not.
+            fraction: fraction of the training images; the number of images shown stays the same.
+            seeds: the scale's by default.
+            keep_weights: save snapshots of the weights; by default only for baselines on all data.
             needs: see `Run`.
-            label: to be told apart by, where the changes do not say it.
-            fields: of the model's configuration that differ from the role's.
-            changes: other settings by dotted name with "__" for dots: `data__dataset`.
+            label: part of the name, instead of the changes.
+            fields: changed fields of the role's model configuration.
+            changes: other settings by dotted name, with "__" for dots: `data__dataset`.
         """
         if role not in self.models:
-            raise UserError(f"scale '{self.name}' has no model in the place of {role}")
+            raise UserError(f"scale '{self.name}' has no model for {role}")
         base, (name, own) = self.base(role), self.models[role]
         given = {f"model.{field}": value for field, value in (fields or {}).items()}
         given |= {key.replace("__", "."): value for key, value in changes.items()}
@@ -131,11 +130,11 @@ class Scale:
         )
 
     def lasting(self, role: str, times: float) -> dict[str, Any]:
-        """Settings of a role's runs that are `times` as long as elsewhere, for `runs`."""
+        """Settings for `runs` that make a role's runs `times` as long."""
         return {} if times == 1 else dict(self.base(role).schedule.lasting(times))
 
     def base(self, role: str, model: str | None = None) -> RunConfig:
-        """The configuration of a role's model, or of another in its place, as it is by itself."""
+        """The base configuration of a role's model, or of another model in this role."""
         model = model or self.models[role][0]
         found, *_ = (name for roles, name in self.recipes.items() if fnmatchcase(role, roles))
         changes: dict[str, Any] = {}
@@ -144,7 +143,7 @@ class Scale:
         return replace(_recipe(found, model=model), changes)
 
     def started(self, role: str, nets: tuple[Run, ...], **choices: Any) -> tuple[Run, ...]:
-        """Runs of a role that each start from the weights of the net of their own seed."""
+        """Runs of a role, each starting from the weights of the run in `nets` with its seed."""
         return tuple(
             run
             for net in nets
@@ -160,7 +159,7 @@ class Scale:
     def run(
         self, config: RunConfig, name: str, needs: tuple[Run, ...] = (), task: str = TRAIN
     ) -> Run:
-        """A run among this scale's, in the folder of its content."""
+        """A run of this scale, with its content-based folder."""
         return Run(name, config, content_folder(self.root, config, task), needs, task)
 
     def root_of(self, dataset: str) -> str | None:
@@ -168,7 +167,7 @@ class Scale:
         return self.data.get(dataset, self.data.get(_FOLDERS.get(dataset, dataset)))
 
     def measured(self, measure: Measure, role: str, **choices: Any) -> Quantity:
-        """A measure of a role's runs, or an empty quantity if the scale has no such model."""
+        """A measure of a role's runs; an empty quantity if the scale has no model for it."""
         try:
             return measured(self.runs(role, **choices), measure)
         except UserError as error:
@@ -177,11 +176,11 @@ class Scale:
     def cells(
         self, rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, Mapping[str, Any]]
     ) -> dict[str, dict[str, Quantity]]:
-        """A quantity for each of some rows and columns.
+        """A quantity for each row and column.
 
         Args:
-            rows: label → what a row gives to `measured`, such as `variation`.
-            columns: metric → what a column does.
+            rows: label → arguments of `measured` for the row, such as `variation`.
+            columns: metric → arguments of `measured` for the column.
         """
         return {
             label: {metric: self.measured(**row, **column) for metric, column in columns.items()}
@@ -198,18 +197,18 @@ class Scale:
         return counted(model)
 
     def architecture(self, role: str) -> Any:
-        """The configuration of a role's model, which knows its depth and heads."""
+        """The architecture configuration of a role's model."""
         name, own = self.models[role]
         return variant(name).config.with_overrides(**dict(own))
 
     def called(self, role: str) -> str:
-        """A role's model by its own name, with the paper's in brackets where it is another."""
+        """The name of a role's model, with the role in brackets if the models differ."""
         name, _ = self.models[role]
         return role if PAPERS_MODELS.get(role) == name else f"{name} (in {role}'s place)"
 
     @property
     def sizes(self) -> list[str]:
-        """The sizes of ConViT's Table 1 that are models of their own here."""
+        """The sizes of ConViT's Table 1 that are distinct models at this scale."""
         distinct: dict[str, str] = {}
         for size in ("Ti", "Ti+", "S", "S+", "B", "B+"):
             if f"ConViT-{size}" in self.models:
@@ -217,26 +216,26 @@ class Scale:
         return list(distinct.values())
 
     def seeds_of(self, size: str) -> tuple[int, ...]:
-        """The seeds of a size of Table 1: all where Table 2 needs them too."""
+        """The seeds of a size of Table 1: all seeds if Table 2 needs them too, else few."""
         return self.seeds if size.startswith("S") else self.few_seeds
 
     def missing_data(self, run: Run) -> str | None:
-        """Why a run's data cannot be had, known before anything starts; None if it may be."""
+        """Why a run's data is missing, known before anything starts; None if it may exist."""
         data = run.config.data
         if data.root is not None or not DATASETS[data.dataset].get("needs_root", True):
-            return None  # where one of those is not, a run says so itself
+            return None  # the run itself reports a missing folder
         name = _FOLDERS.get(data.dataset, data.dataset)
         name = "imagenet22k" if run.config.recipe == "cvt_22k" else name
-        return f"needs the folder of {name}; say where with --data.{name} PATH"
+        return f"needs the folder of {name}; give it with --data '{{{name}: PATH}}'"
 
 
 def variation(role: str, **fields: Any) -> dict[str, Any]:
-    """A role's model with some fields of its configuration changed, as `Scale.runs` takes it."""
+    """Arguments of `Scale.runs` for a role's model with changed fields."""
     return {"role": role, "fields": fields}
 
 
 def counted(model: Callable[[], tuple[ModelConfig, int]]) -> dict[str, Quantity]:
-    """Millions of parameters and billions of multiply-accumulates of a model by its settings."""
+    """Millions of parameters and billions of multiply-accumulates of a model."""
     return {
         "parameters": computed(lambda: parameters(*model()) / 1e6, "M"),
         "flops": computed(lambda: forward_macs(*model()) / 1e9, "G"),
@@ -244,7 +243,7 @@ def counted(model: Callable[[], tuple[ModelConfig, int]]) -> dict[str, Quantity]
 
 
 def _words(changes: Mapping[str, Any]) -> str:
-    """Changed settings in short."""
+    """Changed settings as short text."""
     return " ".join(f"{name.rpartition('.')[2]}={value}" for name, value in changes.items())
 
 
@@ -252,19 +251,19 @@ SCALES: dict[str, Scale] = {
     name: from_dict(Scale, {"name": name, **values}, name)
     for name, values in read_yaml(Path(__file__).with_name("scales.yaml")).items()
 }
-"""Those of `scales.yaml`, by name."""
+"""The scales of `scales.yaml` by name."""
 
 PAPERS_MODELS = {role: name for role, (name, _) in SCALES["imagenet"].models.items()}
 """The papers' names of models, and ours."""
 
 
 def get_scale(name: str, root: Path, data: Mapping[str, str] | None = None) -> Scale:
-    """The scale called `name`.
+    """The scale named `name`.
 
     Args:
         name: one of `SCALES`.
-        root: folder that run folders go to.
-        data: dataset → its folder, for those that have one.
+        root: parent of the run folders.
+        data: dataset → folder, for datasets that need one.
     """
     scale = lookup("scale", name, SCALES)
     check_known("dataset", data or {}, [*DATASETS, "imagenet22k"], UserError)

@@ -1,4 +1,4 @@
-"""Beyond the papers: every model beside the dumbest thing that works on the same images."""
+"""Beyond the papers: models compared with simple baselines on the same images."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _baseline(name: str) -> Measure:
 
 
 def _support_vectors(run: Run) -> float:
-    """Top-1 of scikit-learn's support vector machine, whose kernel is Gaussian by default."""
+    """Top-1 of scikit-learn's support vector machine with its default Gaussian kernel."""
     require("a support vector machine", "scikit-learn", "sklearn")
     from sklearn.svm import SVC
 
@@ -51,7 +51,7 @@ PIXELS = {
         "support vector machine on pixels", _support_vectors, accuracy=True
     )
 }
-"""Baselines on the pixels of the images that a run is trained and evaluated on."""
+"""Baselines on the pixels of a run's training and validation images."""
 
 _COLOURS = {
     "ConViT": "convit",
@@ -64,9 +64,9 @@ _COLOURS = {
 }
 
 
-@experiment("beyond/baselines", "Models beside baselines on the same images")
+@experiment("beyond/baselines", "Models and baselines on the same images")
 def baselines(s: Scale) -> Table:
-    """Top-1 of every family and of what needs no network, on parts of the data."""
+    """Top-1 of each model family and of pixel baselines, on fractions of the data."""
     models = {label: {"measure": TOP1, "role": role} for label, role in _MODELS.items()}
     pixels = {label: {"measure": of, "role": _MODELS["ConViT"]} for label, of in PIXELS.items()}
     fractions = {percent(fraction): {"fraction": fraction} for fraction in s.fractions}
@@ -74,9 +74,9 @@ def baselines(s: Scale) -> Table:
     return Table(
         cells,
         {column: Column(column) for column in fractions},
-        about="Not in the papers. Top-1 with parts of the training images, at equal numbers of "
-        "steps, and equal settings unless the scale says otherwise. The baselines "
-        "see the same images at 32 pixels at most and have no setting that was tuned.",
+        about="Not in the papers. Top-1 on fractions of the training images, with equal numbers of "
+        "steps, and equal settings except where the scale differs. The baselines "
+        "use the same images at no more than 32 pixels and are not tuned.",
         questions={
             "": {
                 f"With {column} of the images, is {label} above every baseline?": combined(
@@ -107,14 +107,14 @@ def fractions(s: Scale) -> Figure:
     panel = Panel(title, "training images", "top-1, %", lines, log_x=True)
     return Figure(
         panels=(panel,),
-        about="The curves of beyond/baselines. Bands are over the seeds that a point has (`n` in "
-        "the CSV file); a point of one seed has none.",
+        about="The curves of beyond/baselines. Bands are 95% intervals over a point's seeds (`n` "
+        "in the CSV file); points with one seed have none.",
     )
 
 
 @experiment("beyond/converged", "Training for two and four times as many steps")
 def converged(s: Scale) -> Table:
-    """Top-1 on all data, for as many steps as everywhere and for two and four times as many."""
+    """Top-1 on all data with the usual number of steps, and with two and four times as many."""
     pixels = {
         label: measured(s.runs(_MODELS["ConViT"]), measure) for label, measure in PIXELS.items()
     }
@@ -125,7 +125,7 @@ def converged(s: Scale) -> Table:
         cells[label] = dict(zip(("once", "twice", "four"), top1, strict=True))
         cells[label] |= {"more": top1[1] - top1[0], "last": top1[2] - top1[1]}
     columns = {
-        "once": Column("as everywhere"),
+        "once": Column("usual steps"),
         "twice": Column("twice the steps"),
         "more": Column("difference", signed=True),
         "four": Column("four times"),

@@ -1,4 +1,4 @@
-"""What an experiment is: rows and columns, or panels and series, and the questions it answers."""
+"""Specifications of experiments: tables or figures, and the questions they answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Column:
-    """One column: what it shows and in which unit ("%" also for differences, in points)."""
+    """A column with its unit ("%" also for differences in points)."""
 
     name: str
     unit: str = "%"
@@ -33,27 +33,27 @@ _STANDARD_COLUMNS = {
 
 
 def standard_columns(*metrics: str) -> dict[str, Column]:
-    """Columns that most tables have: of "parameters", "flops" and "top1"."""
+    """Columns of most tables: any of "parameters", "flops" and "top1"."""
     return {metric: _STANDARD_COLUMNS[metric] for metric in metrics}
 
 
 Cells = dict[str, dict[str, Quantity]]
-"""Label of a row → metric of a column → our number."""
+"""Row label → column's metric → our number."""
 
 
 def printed_row(label: str, rows: Mapping[str, str] = {}) -> str:
-    """The paper's name of a row: what stands before its label's colon unless `rows` has another."""
+    """The paper's name of a row: given by `rows`, else the part of the label before its colon."""
     return rows.get(label, label.partition(":")[0])
 
 
 def as_printed(place: str, cells: Cells, rows: Mapping[str, str] = {}) -> Cells:
-    """Our numbers, each knowing what the paper prints in its place, if it does.
+    """Our numbers with the paper's attached, where published.
 
-    What is computed from them, an effect above all, then knows the paper's too.
+    Effects computed from them then have the paper's effect too.
 
     Args:
-        place: "convit/table-2".
-        cells: by the metrics that the published numbers have.
+        place: table of the paper, such as "convit/table-2".
+        cells: our numbers, by the metrics of the published ones.
         rows: see `Table`.
     """
 
@@ -69,15 +69,15 @@ def as_printed(place: str, cells: Cells, rows: Mapping[str, str] = {}) -> Cells:
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What an experiment shows at a scale, and which questions it answers.
+    """The specification of an experiment at a scale.
 
     Attributes:
-        about: what is compared, and under which protocol at this scale.
+        about: what is compared, and the protocol at this scale.
         questions: place in a paper that answers yes (section, page, table or figure; "" for our
-            own questions) → question → effect, above 0 if the answer here is yes, such as
-            `convit - deit`. The words are the same at every scale; where one cannot ask, the effect
-            is `absent` and says why before anything runs. An effect of printed numbers knows its
-            size in the paper; `Quantity.stated` gives the size that a text or a figure states.
+            own questions) → question → effect, above 0 if the answer is yes, such as
+            `convit - deit`. Questions have the same words at all scales; if a scale cannot answer
+            one, the effect is `absent`. Effects of published numbers have the paper's effect;
+            `Quantity.stated` adds one from its text or a figure.
     """
 
     about: str
@@ -85,28 +85,28 @@ class Spec:
 
     @property
     def shown(self) -> list[Quantity]:
-        """What it shows, in order."""
+        """All quantities shown, in order."""
         raise NotImplementedError
 
     @property
     def quantities(self) -> list[Quantity]:
-        """All that it shows or answers with."""
+        """All quantities shown or needed for answers."""
         return [*self.shown, *(effect for of in self.questions.values() for effect in of.values())]
 
     @property
     def runs(self) -> list[Run]:
-        """All runs it needs, each once."""
+        """All needed runs, without duplicates."""
         return list({run.folder: run for each in self.quantities for run in each.runs}.values())
 
 
 @dataclass(frozen=True)
 class Table(Spec):
-    """A table as it is to be filled; the paper's numbers are found by its name, row and column.
+    """A table; the paper's numbers are found by experiment name, row and column.
 
     Attributes:
-        cells: its rows.
-        columns: by the metric that the published numbers have in it.
-        rows: label → the paper's name of the row, if that is not what stands before its colon.
+        cells: the rows.
+        columns: columns by the metric of the published numbers.
+        rows: label → the paper's name of the row, if it is not the label's part before the colon.
     """
 
     cells: Cells
@@ -120,13 +120,13 @@ class Table(Spec):
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a panel.
+    """A line in a panel.
 
     Attributes:
-        label: in the legend.
-        quantity: per seed, a dictionary {"x": […], "y": […]} with the same x for all seeds.
-        colour: of the line; a name of a model family, or any matplotlib colour.
-        dashed: how the line is drawn.
+        label: label in the legend.
+        quantity: a curve {"x": […], "y": […]} per seed.
+        colour: see `locality.figures.curves.resolve_colour`.
+        dashed: draw a dashed line.
         band: draw the interval too.
     """
 
@@ -138,7 +138,7 @@ class Series:
 
 
 def shaded(lines: Mapping[str, Quantity], colours: Mapping[str, str] = {}) -> tuple[Series, ...]:
-    """Lines in colours from dark to light, by label; some may have one of their own."""
+    """Lines in colours from dark to light by label, unless given in `colours`."""
     return tuple(
         Series(label, quantity, colours.get(label, f"depth:{index / len(lines)}"))
         for index, (label, quantity) in enumerate(lines.items())
@@ -159,12 +159,12 @@ class Panel:
 
 @dataclass(frozen=True)
 class Figure(Spec):
-    """A figure as it is to be drawn: panels of curves, or a picture that is no curve.
+    """A figure: panels of curves, or another drawing.
 
     Attributes:
         panels: sets of axes, side by side.
-        draw: instead of panels: what draws it from the finished runs of `drawn`.
-        drawn: runs.
+        draw: instead of panels, draws the figure from the finished runs `drawn`.
+        drawn: runs needed by `draw`.
     """
 
     panels: tuple[Panel, ...] = ()
@@ -185,9 +185,9 @@ class Experiment:
     """A table or figure by name.
 
     Attributes:
-        name: "convit/table-3".
+        name: such as "convit/table-3".
         title: what it shows.
-        build: what it asks for at a scale.
+        build: scale → specification.
     """
 
     name: str
@@ -202,10 +202,10 @@ Build = TypeVar("Build", bound=Callable[[Scale], Spec])
 
 
 def experiment(name: str, title: str) -> Callable[[Build], Build]:
-    """Register the function that builds an experiment at a scale.
+    """Register a function that builds an experiment at a scale.
 
     Args:
-        name: "convit/table-3".
+        name: such as "convit/table-3".
         title: what it shows.
     """
 
@@ -217,7 +217,7 @@ def experiment(name: str, title: str) -> Callable[[Build], Build]:
 
 
 def papers_order(name: str) -> tuple[bool, bool, bool, int, str]:
-    """Sorts experiments: ConViT, CvT, what is beyond them; tables before figures, by number."""
+    """Sort key of experiments: ConViT, CvT, beyond; tables before figures; by number."""
     paper, _, place = name.partition("/")
     what, _, number = place.partition("-")
     digits = "".join(filter(str.isdigit, number))

@@ -1,4 +1,4 @@
-"""A record's numbers as text: a table with the paper's beside ours, and CSV."""
+"""A record's numbers as text: a table with the paper's and our numbers, and CSV."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ EMPTY = "—"
 
 
 def number(value: float, column: Record, signed: bool = False) -> str:
-    """A number with a column's digits, and its sign where that matters.
+    """A number with the column's digits and, if it is signed, its sign.
 
-    Counts in millions and billions keep three significant digits: models are small at some scales.
+    Counts in millions and billions have at least three significant digits, as some models are
+    small.
     """
     digits = column["digits"]
     if column["unit"] in ("M", "G") and 0 < abs(value) < 1:
@@ -27,18 +28,18 @@ def number(value: float, column: Record, signed: bool = False) -> str:
 
 
 Notes = dict[str, int]
-"""Footnotes and their numbers, each reason once."""
+"""Footnote → its number."""
 
 
 def _mark(notes: Notes, text: str) -> str:
-    """The mark of a note, added if it is new."""
+    """The mark of a footnote, which is added if new."""
     return f"[{notes.setdefault(text, len(notes) + 1)}]"
 
 
 def filled(record: Record, notes: Notes) -> tuple[list[str], list[list[str]]]:
-    """A table's headings and lines as text, the row's label first.
+    """A table's headings and lines as text, row label first.
 
-    A column has the paper's and our numbers where the paper prints any, ours alone elsewhere.
+    Columns with published numbers show the paper's and ours, other columns only ours.
     """
     columns, titles, usual, lines = [], [""], usual_n(record), []
     for place, column in enumerate(record["columns"]):
@@ -59,7 +60,7 @@ def filled(record: Record, notes: Notes) -> tuple[list[str], list[list[str]]]:
 def _texts(
     cell: Record | None, column: Record, usual: int | None, notes: Notes
 ) -> tuple[str, str, str]:
-    """The paper's number, ours, and how far that is above the paper's."""
+    """The paper's number, ours, and ours minus the paper's."""
     if cell is None:
         return "", "", ""
     printed = cell["paper"]
@@ -82,13 +83,13 @@ def _published_text(printed: Record, column: Record, notes: Notes) -> str:
     if note == COMPUTED or (column["unit"] == "%" and not column["signed"]):
         value = number(printed["value"], column)
     else:
-        # As printed: a table that says 10 says neither 10.0 nor 10.00.
+        # As printed: 10, not 10.0.
         value = f"{printed['value']:{'+' if column['signed'] else ''}g}".replace("-", "−")
     return value if note in ("", COMPUTED) else f"{value} {_mark(notes, f'paper: {note}')}"
 
 
 def usual_n(record: Record) -> int | None:
-    """The number of seeds that most cells have."""
+    """The most common number of seeds of a cell."""
     counts = [
         cell["n"]
         for row in record.get("rows", [])
@@ -99,7 +100,7 @@ def usual_n(record: Record) -> int | None:
 
 
 def to_csv(record: Record) -> str:
-    """One line per cell or point, everything in it."""
+    """CSV with one line per cell or point."""
     table = record["kind"] == "table"
     what = "row column unit paper" if table else "panel series x"
     rest = " difference by_seed empty" if table else " empty"

@@ -139,7 +139,7 @@ def test_chosen_layers_only(convit, images):
     with torch.no_grad(), capture(convit, layers=[-1, 1]) as views:
         convit(images)
     assert [view.index for view in views] == [1, 3]
-    with pytest.raises(UserError, match="no layer 4"), capture(convit, layers=[4]):
+    with pytest.raises(UserError, match="layer 4 is out"), capture(convit, layers=[4]):
         pass
 
 

@@ -128,9 +128,9 @@ def test_initial_maps_are_local_with_psa_and_nearly_even_without():
 
 
 def test_layers_that_are_not_there(shaken, pictures):
-    with pytest.raises(UserError, match="no layer 5"):
+    with pytest.raises(UserError, match="layer 5 is out"):
         FIGURES["maps"].draw([subject(shaken, "deit_nano")], pictures, layers=[4])
-    with pytest.raises(UserError, match="no image to look at"):
+    with pytest.raises(UserError, match="no images given"):
         FIGURES["maps"].draw([subject(shaken, "deit_nano")], [])
     with pytest.raises(UserError, match="at least one model"):
         FIGURES["mean-maps"].draw([], pictures)

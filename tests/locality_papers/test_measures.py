@@ -90,7 +90,7 @@ def test_differences_are_taken_seed_by_seed():
     assert (first - second).evaluate({}).by_seed == {0: 2.0, 1: 3.0}
     gains = relative_gain(first, second).evaluate({}).by_seed
     assert gains == {0: 25.0, 1: pytest.approx(100 * 3 / 17)}
-    with pytest.raises(Empty, match="no seed is common"):
+    with pytest.raises(Empty, match="share no seed"):
         (fixed(s0=1.0) - fixed(s1=1.0)).evaluate({})
 
 

@@ -61,7 +61,7 @@ def test_pages_are_made_from_records_alone(tiny_scale, tmp_path, here):
         (("at most", 0.2, -1.1, 1.5, "points"), "at most +1.5, +0.2 (−1.1 to +1.5)"),
         (
             ("cannot tell", 0.2, -1.1, 1.5, "points", 40),
-            "cannot tell (40 seeds would), +0.2 (−1.1 to +1.5)",
+            "cannot tell (needs 40 seeds), +0.2 (−1.1 to +1.5)",
         ),
         (("yes", 12.0, None, None, "times"), "yes, +12 times"),
     ],

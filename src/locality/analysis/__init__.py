@@ -1,4 +1,4 @@
-"""Instruments: what the layers of a model attend to, observed in its ordinary forward pass."""
+"""Instruments: capture and measure the attention of a model's layers during its forward pass."""
 
 from locality.analysis.explorer import write_explorer as write_explorer
 from locality.analysis.measures import measure_model as measure_model

@@ -1,7 +1,6 @@
-"""Baselines on pixels, to compare a model's accuracy with.
+"""Baselines on pixels: the most frequent class, nearest neighbour and logistic regression.
 
-The most frequent class, the nearest neighbour and logistic regression. They are deterministic and
-have no tuned setting, so runs on the same images have the same baselines.
+They are deterministic and untuned, so runs on the same images have the same baselines.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from locality.training.model import meta_model
 from locality.training.run_folder import RunFolder
 
 MAX_SIDE = 32
-"""Pixels of the longer side that images are resized to, where theirs is longer."""
+"""Larger images are resized so that their longer side has this many pixels."""
 
 MAX_IMAGES = 20_000
-"""Of larger sets every k-th image of each class is taken."""
+"""Larger sets are subsampled evenly within each class."""
 
 BASELINES = "baselines.json"
 CHANCE = "chance"
@@ -44,8 +43,8 @@ class Baselines:
     Attributes:
         predictions: name → (n,) int64 classes.
         targets: (n,) int64 classes.
-        train_images: how many images the baselines were fitted to, of `all_train_images`.
-        all_train_images: how many there are to train on.
+        train_images: number of images that the baselines were fitted to.
+        all_train_images: number of training images.
     """
 
     predictions: dict[str, Tensor]
@@ -68,13 +67,12 @@ def pixel_baselines(
     """Chance, nearest neighbour and logistic regression on the images of a run.
 
     Args:
-        splits: what the run trains on and is evaluated on.
-        preprocessing: how the run prepares images; the crop is the same, the size at most
-            `MAX_SIDE`.
-        workers: processes that load images; 0 for this one.
+        splits: the run's data.
+        preprocessing: the run's preprocessing; its crop is kept, its size limited to `MAX_SIDE`.
+        workers: number of data loading processes; 0 loads in this process.
 
     Raises:
-        UserError: if there is nothing to train on or to evaluate on.
+        UserError: a split is empty.
     """
     train, labels, val, targets = split_pixels(splits, preprocessing, workers)
     commonest = labels.bincount().argmax()
@@ -89,12 +87,12 @@ def pixel_baselines(
 def split_pixels(
     splits: DataSplits, preprocessing: Preprocessing, workers: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Pixels of the training images (n, d), 0 … 1, their classes (n,), and those to evaluate on.
+    """Pixels (n, d), 0 … 1, and classes (n,) of the training and the validation images.
 
-    Args and errors as `pixel_baselines`; at most `MAX_IMAGES` of each.
+    At most `MAX_IMAGES` each. Arguments and errors: see `pixel_baselines`.
     """
     if not len(splits.train) or not len(splits.val):
-        raise UserError(f"{splits.name} has no images to train on or none to evaluate on")
+        raise UserError(f"{splits.name} has no training or no validation images")
     height, width = preprocessing.size
     scale = min(1.0, MAX_SIDE / max(height, width))
     small = (max(1, round(scale * height)), max(1, round(scale * width)))
@@ -113,14 +111,14 @@ def split_pixels(
 def baseline_inputs(
     config: RunConfig, classes: Sequence[str] = ()
 ) -> tuple[DataSplits, Preprocessing, int]:
-    """The data of a run, as the functions above take it.
+    """The arguments of `pixel_baselines` for a run.
 
     Args:
-        config: of the run.
-        classes: as it has recorded them, if it has begun.
+        config: the run's configuration.
+        classes: the class names recorded in its folder, if it has started.
 
     Raises:
-        OSError, UserError: if its images cannot be read.
+        OSError, UserError: the run's images cannot be read.
     """
     splits = open_data(config.data, config.seed, classes)
     return splits, _preprocessing(config), config.data.workers
@@ -133,16 +131,16 @@ def _preprocessing(config: RunConfig) -> Preprocessing:
 def record_baselines(
     folders: Iterable[Path | str], known: dict[str, dict[str, Any]] | None = None
 ) -> None:
-    """Write `baselines.json` into those run folders that have none: top-1 in percent by name.
+    """Write `baselines.json` (top-1 in percent by name) into run folders that lack it.
 
-    Runs on the same images share the computation.
+    Computed once for runs on the same images.
 
     Args:
-        folders: of runs.
-        known: what `expected_baselines` has computed already.
+        folders: run folders.
+        known: results already computed by `expected_baselines`.
 
     Raises:
-        OSError, UserError: if a run's images can no longer be read.
+        OSError, UserError: a run's images can no longer be read.
     """
     known = {} if known is None else known
     for run in map(RunFolder, folders):
@@ -152,14 +150,14 @@ def record_baselines(
 
 
 def expected_baselines(config: RunConfig, known: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Top-1 in percent of each baseline on the images of a run that has not begun.
+    """Top-1 in percent of each baseline on the images of a run that has not started.
 
     Args:
-        config: the run.
-        known: takes them for `record_baselines`.
+        config: the run's configuration.
+        known: cache of results, to pass to `record_baselines` later.
 
     Raises:
-        OSError, UserError: if its images cannot be read.
+        OSError, UserError: the run's images cannot be read.
     """
     return _named(_record(config, known))
 
@@ -179,13 +177,12 @@ def _record(
 
 
 def read_baselines(folder: Path | str) -> dict[str, float]:
-    """Top-1 in percent of each baseline on a run's images; empty where none was recorded.
+    """Top-1 in percent of each baseline on a run's images; empty if not recorded.
 
-    Where a part of the images stood for all, their number is in the name: "nearest neighbour of
-    20,000 images".
+    Baselines fitted to a subset have its size in their name: "nearest neighbour of 20,000 images".
 
     Raises:
-        UserError: if the file holds something else.
+        UserError: the file has another format.
     """
     record = read_shaped(Path(folder) / BASELINES, _SHAPE)
     return {} if record is None else _named(record)
@@ -198,13 +195,13 @@ def _named(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def listed(baselines: Mapping[str, float]) -> str:
-    """Baselines for people: "chance 10.2%, nearest neighbour 90.1%"."""
+    """Baselines as text: "chance 10.2%, nearest neighbour 90.1%"."""
     return ", ".join(f"{name} {top1:.1f}%" for name, top1 in baselines.items())
 
 
 def advice(what: str, top1: float, baselines: Mapping[str, float]) -> str:
-    """Advice on a model, called `what`, that is below a baseline; "" if it is below none."""
-    # As printed: a difference that cannot be seen is none.
+    """Advice on a model named `what` that is below a baseline; otherwise ""."""
+    # Compare rounded values, as printed.
     above = [name for name, other in baselines.items() if round(top1, 1) < round(other, 1)]
     if not above:
         return ""
@@ -220,7 +217,7 @@ def _pixels(
     """Images (n, 3, H, W) of 0 … 1, and their classes (n,); at most `MAX_IMAGES`."""
     if len(source) > MAX_IMAGES:
         labels = torch.from_numpy(source.labels)
-        # Sorted by class, so that every k-th image leaves each class its share.
+        # Sorted by class, so that even steps keep the class proportions.
         places = torch.arange(MAX_IMAGES) * len(source) // MAX_IMAGES
         source = source.subset(labels.argsort(stable=True)[places].numpy())
     loader = eval_loader(
@@ -231,32 +228,32 @@ def _pixels(
 
 
 def nearest_neighbours(train: Tensor, val: Tensor) -> Tensor:
-    """The nearest row of `train`, in Euclidean distance, for each row of `val`.
+    """Index of the nearest row of `train` (Euclidean distance) for each row of `val`.
 
     Args:
         train: (n, d).
         val: (m, d).
 
     Returns:
-        (m,) int64; of equally near ones the first.
+        (m,) int64; the first of equally near rows.
     """
-    # ‖v − t‖² = ‖v‖² − 2 v·t + ‖t‖², of which ‖v‖² is the same for every t.
+    # ‖v − t‖² = ‖v‖² − 2 v·t + ‖t‖², where ‖v‖² does not depend on t.
     lengths = train.square().sum(dim=1)
     chunks = [(lengths - 2 * part @ train.T).argmin(dim=1) for part in val.split(_BATCH)]
     return torch.cat(chunks)
 
 
 def logistic_regression(train: Tensor, labels: Tensor, val: Tensor, classes: int) -> Tensor:
-    """Classes that multinomial logistic regression predicts.
+    """Classes predicted by multinomial logistic regression.
 
-    As scikit-learn's `LogisticRegression` at its defaults: the summed cross-entropy plus half of
-    the squared weights, the intercept left free, minimised by L-BFGS.
+    Like scikit-learn's `LogisticRegression` with default settings: summed cross-entropy plus half
+    the squared weights, without a penalty on the intercept, minimised by L-BFGS.
 
     Args:
-        train: (n, d) of 0 … 1.
+        train: (n, d), 0 … 1.
         labels: (n,) classes.
         val: (m, d).
-        classes: how many there are.
+        classes: number of classes.
 
     Returns:
         (m,) int64.

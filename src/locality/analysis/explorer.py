@@ -1,10 +1,9 @@
-"""The explorer: one HTML file in which one clicks a patch and sees what every head attends to.
+"""The explorer: one HTML file that shows the attention of all heads from a clicked patch.
 
-The file needs no server and no network. It holds, for each model and image, the queries and keys of
-every head in half precision, compressed with zlib, which browsers inflate natively. The page
-computes the row softmax(q Kᵀ/√d) of the clicked patch. Positional attention is a formula of three
-numbers per head, so these are stored, and mixed attention is computed from both parts and the gate,
-as the layer does.
+The file needs no server and no network. For each model and image it holds the queries and keys of
+all heads in half precision, compressed with zlib, which browsers inflate natively. The page
+computes the row softmax(q Kᵀ/√d) of the clicked patch. Positional attention is stored as its three
+numbers per head; mixed attention is computed from both parts and the gate, as in the layer.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from locality.models.variants import family_of
 from locality.templates import render, write_page
 
 _MAX_MODELS = 4
-_FEW_CLASSES = 12  # all of which are listed
+_FEW_CLASSES = 12  # list all classes up to this number
 _MEASURED = ("name", "kind", "heads", "grid", "key_grid", "gates")
 
 
@@ -45,18 +44,18 @@ def write_explorer(
     overwrite: bool = False,
     labels: Sequence[str] = (),
 ) -> Path:
-    """Write the explorer of some models on some images.
+    """Write the explorer of one or more models on some images.
 
     Args:
         output: the HTML file to write; its folder is created.
-        overwrite: replace a file that is not a page of ours.
-        subjects, images, names, labels: as for `explorer_page`.
+        overwrite: replace an existing file even if `locality` did not write it.
+        subjects, images, names, labels: see `explorer_page`.
 
     Returns:
         the path of the file.
 
     Raises:
-        UserError: as `explorer_page` and `write_page`.
+        UserError: see `explorer_page` and `write_page`.
     """
     return write_page(output, explorer_page(subjects, images, names, labels=labels), overwrite)
 
@@ -68,17 +67,17 @@ def explorer_page(
     shown: Sequence[Image.Image] | None = None,
     labels: Sequence[str] = (),
 ) -> str:
-    """The page of some models on some images.
+    """The explorer of one or more models on some images, as HTML.
 
     Args:
-        subjects: one to four models, shown side by side on the same patch.
-        images: shown to every model with its own preprocessing.
-        names: of the images.
-        shown: the images in more detail, as `high_resolution_crop` makes them unless given.
-        labels: the class of each, or none; shown where a model has that class.
+        subjects: one to four models, shown side by side.
+        images: the images, preprocessed for each model.
+        names: names of the images; numbered by default.
+        shown: the images to display; `high_resolution_crop` of `images` by default.
+        labels: class of each image, shown if a model has this class; or empty.
 
     Raises:
-        UserError: if there is no model or no image, or a model's attention cannot be read.
+        UserError: no model, no image, or a model whose attention cannot be read.
     """
     if not 1 <= len(subjects) <= _MAX_MODELS:
         raise UserError(f"the explorer shows 1 to {_MAX_MODELS} models, not {len(subjects)}")
@@ -123,14 +122,14 @@ def explorer_page(
 
 
 def known_labels(labels: Sequence[str], subjects: Sequence[Classifier]) -> list[str | None]:
-    """The labels, with None for one that is a class of no model; none at all if all would be."""
+    """Replace labels that no model has as a class by None; an empty list if all would be."""
     classes = {name for subject in subjects for name in subject.classes or ()}
     known = [label if label in classes else None for label in labels]
     return known if any(known) else []
 
 
 def _observe(subject: Classifier, batch: Tensor) -> tuple[dict[str, Any], list[bytes]]:
-    """One model on all images: its description, and its queries and keys image by image."""
+    """One model's description, and its queries and keys per image."""
     model = subject.module()
     subject.check_logits(subject.logits(batch.to(next(model.parameters()))))
     observed = [_pack(model, image) for image in batch.split(1)]
@@ -140,7 +139,7 @@ def _observe(subject: Classifier, batch: Tensor) -> tuple[dict[str, Any], list[b
         layer["nonlocality"] = found["nonlocality"]["mean"]
     prefix = None
     if any(layer["prefix"] for layer in layers):
-        # timm's models have None for a class token where registers alone precede the patches.
+        # timm sets cls_token to None in models with registers only.
         has_none = getattr(getattr(model, "model", model), "cls_token", "") is None
         prefix = "first register" if has_none else "class token"
     about = {
@@ -154,14 +153,14 @@ def _observe(subject: Classifier, batch: Tensor) -> tuple[dict[str, Any], list[b
 
 
 def _answers(subject: Classifier, probabilities: Tensor) -> list[tuple[str, float]]:
-    """All classes with their probabilities; of many, the most likely five."""
+    """Classes with their probabilities: all if few, else the five most probable."""
     few = len(probabilities) <= _FEW_CLASSES
     shown = range(len(probabilities)) if few else probabilities.topk(5).indices.tolist()
     return [(subject.label(index), float(probabilities[index])) for index in shown]
 
 
 def _pack(model: nn.Module, image: Tensor) -> tuple[bytes, list[dict[str, Any]], Tensor]:
-    """The queries and keys of one image, what the page needs to read them, and the logits."""
+    """The queries and keys of one image, the layers' descriptions, and the logits."""
     parts: list[bytes] = []
     layers: list[dict[str, Any]] = []
 
@@ -191,7 +190,7 @@ def half_precision(numbers: Tensor, what: str) -> bytes:
     """Numbers in half precision: all low bytes, then all high bytes, which compresses better.
 
     Raises:
-        UserError: if one of them is not finite in half precision, naming them as `what`.
+        UserError: a number is not finite in half precision; the message starts with `what`.
     """
     half = numbers.half()
     if not half.isfinite().all():
@@ -200,11 +199,11 @@ def half_precision(numbers: Tensor, what: str) -> bytes:
 
 
 def to_blob(packed: bytes) -> Markup:
-    """Bytes as a page holds them: compressed, which browsers undo, in base64."""
+    """Bytes for embedding in a page: zlib-compressed, then base64."""
     return Markup(base64.b64encode(zlib.compress(packed, 9)).decode())
 
 
 def to_script(page: dict[str, Any]) -> Markup:
-    """A page's data as JSON that may stand in a script element."""
+    """A page's data as JSON, escaped for a script element."""
     data = json.dumps(page, separators=(",", ":"), allow_nan=False)
     return Markup(data.replace("<", "\\u003c"))  # "<" could end the element

@@ -1,8 +1,8 @@
-"""The live page: one HTML file that computes small models itself, in JavaScript.
+"""The live page: one HTML file that runs small models in JavaScript.
 
-As the explorer, it needs no server and no network. It holds the weights in half precision and a
-few example images. `templates/forward.js` is the forward pass of `models/vit.py` with the maps of
-every head, so that gates and the strength of locality can be moved while one looks.
+Like the explorer, it needs no server and no network. It holds the weights in half precision and a
+few example images. `templates/forward.js` is the forward pass of `models/vit.py` with all attention
+maps, recomputed as the user changes gates and the strength of locality.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from locality.models.variants import FAMILY_NAMES, family_of
 from locality.templates import render
 
 MAX_MEGABYTES = 10
-"""Of weights in single precision, beyond which a model is too slow to be computed in a page."""
+"""Size of the float32 weights above which a model is too slow for a page."""
 
 DRAWN_SIZE = (8, 8)
-"""The images that drawings can be made into: the digits' own."""
+"""Image size of the digits data set, the only size with a drawing pad."""
 
 _MAX_MODELS = 4
 
@@ -43,19 +43,19 @@ def live_page(
     about: str | None = None,
     names: Sequence[str] = (),
 ) -> str:
-    """The live page of some models.
+    """The live page of one or more models, as HTML.
 
     Args:
-        subjects: one to four DeiT or ConViT on images of one size, shown side by side.
-        images: examples to choose from.
-        labels: the class of each, by which the page counts how many are recognised; or none.
-        digits: there is a place to draw on, for models of 8×8 digits.
-        names: of the images' files, or none.
-        about: HTML that stands below, on a page of the site, which links to the site's others.
+        subjects: one to four DeiT or ConViT models with the same image size, shown side by side.
+        images: example images.
+        labels: class of each example, from which the page counts correct predictions; or empty.
+        digits: add a drawing pad, for models of 8×8 digits.
+        names: file names of the images, or empty.
+        about: HTML below the models, for a page of the documentation site; adds links to the site.
 
     Raises:
-        UserError: if a model is too large for a page or no DeiT or ConViT, if they take images of
-            different sizes, or there is no image.
+        UserError: a model is too large or neither DeiT nor ConViT, the models' image sizes differ,
+            or `images` is empty.
     """
     if not 1 <= len(subjects) <= _MAX_MODELS:
         raise UserError(f"the live page shows 1 to {_MAX_MODELS} models, not {len(subjects)}")
@@ -64,11 +64,11 @@ def live_page(
     if len(forms) > 1:
         listed = " and ".join("{}×{} pixels with {} channels".format(*form) for form in forms)
         raise UserError(
-            f"the live page gives all models the same images, and these take {listed}; "
-            f"write a page for each"
+            f"all models of a live page need the same image size, but these take {listed}; "
+            f"write one page per model"
         )
     ((height, width, channels),) = forms
-    if channels == 1:  # the three that are shown are equal then, and the first is what it sees
+    if channels == 1:  # `shown` then has three equal channels, of which the first is kept
         images = [image.convert("L") for image in images]
     shown = prepare_sample(subjects[0], images).shown[..., :channels]
     for subject in subjects:
@@ -112,16 +112,16 @@ def _describe(subject: Classifier) -> tuple[dict[str, Any], bytes]:
     """A model's description for `forward.js`, and its weights in half precision."""
     model, preprocessing = subject.module(), subject.preprocessing
     config: Any = model.config
-    # What `forward.js` computes; another kind of attention is not taken for one of these.
+    # Only these kinds of attention are implemented in `forward.js`.
     if not isinstance(config, ViTConfig) or (
         config.gpsa_layers and config.positional_attention not in ("gpsa", "psa")
     ):
         raise UserError(
-            f"{subject.name} cannot be computed in a page: --live is for DeiT and ConViT; leave "
-            f"--live out for the explorer, which shows every model on images chosen beforehand"
+            f"{subject.name} cannot run in a live page, which supports DeiT and ConViT; without "
+            f"--live, the explorer shows every model, on given images"
         )
     if not config.num_classes or not config.global_pool:
-        raise UserError(f"{subject.name} has no classifier, whose answers the live page would show")
+        raise UserError(f"{subject.name} has no classifier; the live page needs one")
     grid = config.grids(preprocessing.size)[0]
     state = {name: each.detach().float().cpu() for name, each in model.state_dict().items()}
     if "pos_embed" in state:
@@ -131,8 +131,8 @@ def _describe(subject: Classifier) -> tuple[dict[str, Any], bytes]:
     size = 4 * sum(each.numel() for each in state.values())
     if size > MAX_MEGABYTES * 1e6:
         raise UserError(
-            f"{subject.name} has {size / 1e6:.1f} MB of weights, and a page computes up to "
-            f"{MAX_MEGABYTES} MB; leave --live out for the explorer, which holds attention only"
+            f"{subject.name} has {size / 1e6:.1f} MB of weights; a live page runs models of up to "
+            f"{MAX_MEGABYTES} MB; omit --live to write the explorer, which stores attention only"
         )
     family = family_of(model.variant)
     joins_late = config.has_class_token and not config.embed_class_token
@@ -153,7 +153,7 @@ def _describe(subject: Classifier) -> tuple[dict[str, Any], bytes]:
         "eps": model.norm.eps,
         "pool": config.global_pool,
         "embedsToken": config.embed_class_token,
-        # Before which block; -1 if it is there before the first or never.
+        # Index of the block before which the class token is added; -1 if at the start or never.
         "tokenJoins": config.gpsa_layers if joins_late else -1,
         "weights": [[name, each.numel()] for name, each in state.items()],
     }

@@ -1,11 +1,11 @@
-"""Measures of attention: pure functions of attention maps, and a record of numbers for a model.
+"""Measures of attention: functions of attention maps, and `measure_model` for whole models.
 
-Shapes:  B images · h heads · Nq queries · Nk keys · (H, W) token grid, rows first
+Shapes:  B images · h heads · Nq queries · Nk keys · (H, W) token grid, row-major
 
-An attention map is (B, h, Nq, Nk) with rows that sum to one. `prefix_tokens` rows and columns come
-before the patches (class tokens; the columns of a coarser key grid have them too). Distances are in
-units of query tokens. A measure is one number per image and head, (B, h). `measure_model` takes
-means and deviations of them.
+An attention map is (B, h, Nq, Nk); its rows sum to one. The first `prefix_tokens` rows and columns
+are class tokens, also for a coarser key grid; patches follow. Distances are in units of query
+tokens. A measure is one number per image and head, (B, h); `measure_model` returns their means and
+standard deviations.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from locality.layers.grid import Grid
 
 Record = dict[str, Any]
 
-_GPU_BATCH_PIXELS = 100_000  # of images on a GPU: 127 of 28×28
+_GPU_BATCH_PIXELS = 100_000  # pixels per batch on a GPU: 127 images of 28×28
 
 
 def token_distances(
@@ -35,10 +35,10 @@ def token_distances(
     In double precision.
 
     Args:
-        query_grid: where the queries lie.
-        key_grid: where the keys lie; the same grid unless given.
-        key_stride: the stride of the convolution that made the keys. A kernel of odd width s with
-            padding (s − 1)/2 centres key j on query stride·j, so that is where it lies.
+        query_grid: grid of the queries.
+        key_grid: grid of the keys; `query_grid` by default.
+        key_stride: stride of the convolution that made the keys. With an odd kernel width s and
+            padding (s − 1)/2, key j is centred on query stride·j.
     """
     queries = _token_centres(query_grid, (1, 1))
     keys = _token_centres(key_grid or query_grid, key_stride)
@@ -53,7 +53,7 @@ def _token_centres(grid: Grid, stride: Stride) -> Tensor:
 
 
 def uniform_nonlocality(layer: Record) -> float:
-    """The nonlocality of uniform attention on the grids of a layer's record, in query tokens."""
+    """Nonlocality of uniform attention on the grids in a layer's record, in query tokens."""
     grid = layer["grid"]
     keys = layer.get("key_grid") or grid
     coarser = math.ceil(grid[0] / keys[0]), math.ceil(grid[1] / keys[1])
@@ -64,9 +64,11 @@ def uniform_nonlocality(layer: Record) -> float:
 def nonlocality_unit(layers: Sequence[Record]) -> tuple[str, list[float], float]:
     """A unit in which the nonlocality of all layers can be compared.
 
+    Patches if all layers have the same grid, else multiples of uniform attention.
+
     Returns:
-        its name; what each layer's nonlocality is to be divided by; what uniform attention then
-        has. Patches where all layers have one grid, else uniform attention itself.
+        the unit's name; the divisor of each layer's nonlocality; nonlocality of uniform attention
+        in this unit.
     """
     uniform = [uniform_nonlocality(layer) for layer in layers]
     if len(set(uniform)) > 1:
@@ -75,11 +77,10 @@ def nonlocality_unit(layers: Sequence[Record]) -> tuple[str, list[float], float]
 
 
 def patch_attention(attention: Tensor, prefix_tokens: int) -> tuple[Tensor, Tensor | None]:
-    """Attention among patches, at least in single precision: prefix rows and columns left out.
+    """Attention among patches, without prefix rows and columns, in at least single precision.
 
-    (…, Nq + prefix, Nk + prefix) → (…, Nq, Nk), and what each row then sums to, (…, Nq); None
-    without prefix, where it is one. Measures divide by that sum: it is cheaper than to renormalise
-    the rows, and the same.
+    (…, Nq + prefix, Nk + prefix) → (…, Nq, Nk), and the sum of each row, (…, Nq); None without
+    prefix, where it is one. Dividing measures by that sum is cheaper than renormalising the rows.
     """
     patches = attention[..., prefix_tokens:, prefix_tokens:]
     if patches.dtype in (torch.float16, torch.bfloat16):
@@ -94,40 +95,40 @@ def nonlocality(
     prefix_tokens: int = 0,
     key_stride: Stride = (1, 1),
 ) -> Tensor:
-    """The mean distance of attention, in token units: D_loc = (1/N) Σ_ij A_ij ‖δ_ij‖ (Eq. 8).
+    """Mean attention distance in token units: D_loc = (1/N) Σ_ij A_ij ‖δ_ij‖ (Eq. 8).
 
-    The class token's row and column are left out and the rows renormalised. Rows that gave all
-    their attention to the class token say nothing about distance and are left out of the mean.
+    The class token's row and column are excluded and the rows renormalised. Rows that attend only
+    to the class token are excluded from the mean.
 
     Args:
         attention: (B, h, Nq + prefix, Nk + prefix), or (h, Nq, Nk) for positional attention, which
             does not depend on the image.
         query_grid, key_grid, key_stride: see `token_distances`.
-        prefix_tokens: number of class tokens, which come first, among queries and keys alike.
+        prefix_tokens: number of class tokens, which precede both queries and keys.
 
     Returns:
         (B, h), or (h,) for a three-dimensional input.
 
     Raises:
-        ValueError: if the grids do not fit the attention's shape.
+        ValueError: the grids do not match the attention's shape.
     """
     key_grid = key_grid or query_grid
     _check_shape(attention, query_grid, key_grid, prefix_tokens)
     patches, mass = patch_attention(attention, prefix_tokens)
     away = token_distances(query_grid, key_grid, key_stride).to(patches)
     looked = (patches * away).sum(dim=-1)
-    # 0/0 for a row that attends to the class token alone: nan, which the mean leaves out.
+    # A row that attends only to the class token gives 0/0 = nan, which nanmean skips.
     return (looked if mass is None else looked / mass).nanmean(dim=-1)
 
 
 def entropy(attention: Tensor, prefix_tokens: int = 0) -> Tensor:
-    """How spread out attention is, in nats: −Σ_j A_ij ln A_ij, averaged over query patches.
+    """Entropy of attention in nats: −Σ_j A_ij ln A_ij, averaged over query patches.
 
-    0 where every query looks at a single key, ln(Nk) where attention is uniform. The class
-    token is treated as in `nonlocality`. (B, h, Nq, Nk) → (B, h).
+    0 if each query attends to a single key, ln(Nk) for uniform attention. The class token is
+    treated as in `nonlocality`. (B, h, Nq, Nk) → (B, h).
     """
     patches, mass = patch_attention(attention, prefix_tokens)
-    # Four times as fast as torch.special.entr; 0 · log(tiny) is the 0 that the limit is.
+    # Four times as fast as torch.special.entr; 0 · log(tiny) = 0, the limit of p ln p.
     logs = patches.clamp_min(torch.finfo(patches.dtype).tiny).log()
     spread = -(patches * logs).sum(dim=-1)
     # With p = a/m: −Σ p ln p = (−Σ a ln a)/m + ln m.
@@ -140,13 +141,13 @@ def class_token_share(attention: Tensor, prefix_tokens: int) -> Tensor:
 
 
 class Focus(NamedTuple):
-    """Where the positional attention of each head is centred and how wide it is.
+    """Centre and width of each head's positional attention.
 
     Attributes:
         centre: Δ = (down, right) in token units, (h, 2); nan for a head without a centre (α ≤ 0,
             attention grows towards the border).
         strength: α, (h,).
-        span: standard deviation along each axis of the Gaussian, 1/√(2α), in token units, (h,);
+        span: standard deviation of the Gaussian along each axis, 1/√(2α), in token units, (h,);
             inf for a head without a centre.
     """
 
@@ -156,10 +157,10 @@ class Focus(NamedTuple):
 
 
 def positional_focus(v_pos: Tensor) -> Focus:
-    """Read α and Δ back from v_pos = −α (1, −2Δ₁, −2Δ₂): (h, 3) → `Focus` (Eq. 5).
+    """α and Δ of v_pos = −α (1, −2Δ₁, −2Δ₂): (h, 3) → `Focus` (Eq. 5).
 
-    v_pos · r_δ = −α ‖δ − Δ‖² + const for any v_pos with v₀ < 0, trained or not: positional
-    attention stays a discrete Gaussian however it is trained.
+    v_pos · r_δ = −α ‖δ − Δ‖² + const for any v_pos with v₀ < 0: positional attention remains a
+    discrete Gaussian during training.
     """
     strength = -v_pos[:, 0]
     centred = strength > 0
@@ -175,22 +176,22 @@ def _check_shape(attention: Tensor, query_grid: Grid, key_grid: Grid, prefix_tok
         raise ValueError(
             f"attention of {attention.shape[-2]} queries to {attention.shape[-1]} keys does not "
             f"fit grids {query_grid[0]}×{query_grid[1]} and {key_grid[0]}×{key_grid[1]} with "
-            f"{prefix_tokens} class tokens, which make {expected[0]} and {expected[1]}"
+            f"{prefix_tokens} class tokens: expected {expected[0]} queries and {expected[1]} keys"
         )
 
 
 def measure_model(model: nn.Module, images: Tensor, batch_size: int | None = None) -> Record:
-    """Nonlocality, entropy, gates and centres of every layer and head, on real layer inputs.
+    """Nonlocality, entropy, gates and centres of all layers and heads on a set of images.
 
-    The model is put in evaluation mode for the measurement and left as it was. Images pass in
-    batches, and of each layer's attention only its measures are kept.
+    Runs in evaluation mode, in batches; only measures are kept, not attention maps. The model's
+    training mode is restored.
 
     Args:
-        model: one of ours, or a timm ViT.
+        model: a `locality` model, or a timm ViT.
         images: (n, C, H, W), normalised as the model expects, on the model's device.
-        batch_size: how many images pass at a time; changes no number but by rounding. Unless given,
-            8, with which a processor keeps what is computed of a layer in its cache (64 take twice
-            the time, and eight times the memory), and more of small images on a GPU.
+        batch_size: images per batch; results are equal up to rounding. By default 8 on CPU, where a
+            layer's activations then fit the cache (64 take twice the time and eight times the
+            memory), and more for small images on a GPU.
 
     Returns:
         {"images": n, "layers": [one record per attention layer, in depth order]}. A layer's record
@@ -198,15 +199,16 @@ def measure_model(model: nn.Module, images: Tensor, batch_size: int | None = Non
 
         - `nonlocality`, `entropy`: {"mean", "std"} with one number per head, over images;
             "layer_mean" and "layer_std" for the mean over heads (Eq. 8);
-        - `content_nonlocality`, `position_nonlocality`: per head, null where there is no such part;
-        - `class_token_share`: per head, what patches pay to the class token; null without one;
-        - `gates` σ(λ), `centres` Δ, `strengths` α, `spans`: per head, null where not defined.
+        - `content_nonlocality`, `position_nonlocality`: per head, null if the layer lacks the part;
+        - `class_token_share`: per head, attention from patches to the class token; null without
+            one;
+        - `gates` σ(λ), `centres` Δ, `strengths` α, `spans`: per head, null if undefined.
 
     Raises:
-        UserError: if there is no image, or the model's attention cannot be read.
+        UserError: `images` is empty, or the model's attention cannot be read.
     """
     if len(images) == 0:
-        raise UserError("there is no image to measure attention on")
+        raise UserError("no images to measure attention on")
     collected: dict[int, dict[str, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
     described: dict[int, Record] = {}
 
@@ -229,7 +231,7 @@ def measure_model(model: nn.Module, images: Tensor, batch_size: int | None = Non
 
 
 def _per_image(view: LayerView) -> dict[str, Tensor]:
-    """The measures of one layer that depend on the image, each (B, h)."""
+    """Image-dependent measures of one layer, each (B, h)."""
     maps = view.maps
     prefix = maps.prefix_tokens
     places = (maps.query_grid, maps.key_grid, prefix, view.key_stride)
@@ -245,7 +247,7 @@ def _per_image(view: LayerView) -> dict[str, Tensor]:
 
 
 def _layer_record(view: LayerView) -> Record:
-    """The properties of one layer that do not depend on the image."""
+    """Image-independent properties of one layer."""
     maps, v_pos = view.maps, positional_vectors(view.module)
     focus = (None, None, None) if v_pos is None else positional_focus(v_pos)
     far = None
@@ -264,7 +266,7 @@ def _layer_record(view: LayerView) -> Record:
 
 
 def _aggregate(values: dict[str, Tensor]) -> Record:
-    """Means and deviations over images of measures (n, h)."""
+    """Means and standard deviations of measures (n, h) over images."""
     record: Record = {}
     for name in ("nonlocality", "entropy"):
         per_layer = values[name].nanmean(dim=1)
@@ -280,12 +282,12 @@ def _aggregate(values: dict[str, Tensor]) -> Record:
 
 
 def _nanstd(values: Tensor) -> Tensor:
-    """Standard deviation over the first dimension, with n in the denominator; nan left out."""
+    """Population standard deviation over the first dimension, ignoring nan."""
     return (values - values.nanmean(dim=0)).square().nanmean(dim=0).sqrt()
 
 
 def _to_json(values: Tensor | None) -> Any:
-    """Nested lists of numbers, or one number; null for nan and infinity."""
+    """Nested lists of numbers, or one number; nan and infinity become None."""
     if values is None:
         return None
 

@@ -1,7 +1,7 @@
-"""The attention of every head from one query patch of a few images, saved as arrays.
+"""Attention of all heads from one query patch on a few images, saved as arrays.
 
-The choice of images is deterministic. Drawing the maps later needs neither the model nor the
-image files.
+Images are chosen deterministically. Drawing the maps later needs neither the model nor the image
+files.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Array = npt.NDArray[Any]
 _MAX_PICTURES_BYTES = 1 << 28
 
 DECADES = 3
-"""The colours of a map span this many powers of ten below its largest value."""
+"""A map's colours span this many powers of ten below its maximum."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Sample:
 
     Attributes:
         images: (n, 3, H, W) float32, normalised.
-        shown: (n, H, W, 3) uint8, the same before normalisation.
-        labels: the name of each one's class.
-        classes: names of all classes, in the order of the logits; empty if unknown.
+        shown: (n, H, W, 3) uint8, before normalisation.
+        labels: class name of each image.
+        classes: all class names, in the order of the logits; empty if unknown.
     """
 
     images: Tensor
@@ -60,7 +60,7 @@ class Sample:
     classes: Sequence[str] = ()
 
     def first(self, count: int) -> Sample:
-        """The first `count` of them."""
+        """The first `count` images."""
         few = slice(count)
         return Sample(self.images[few], self.shown[few], self.labels[few], self.classes)
 
@@ -68,23 +68,23 @@ class Sample:
 def round_robin_indices(labels: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
     """Indices of `count` images, round robin over classes: the first of each, then the second, …
 
-    (n,) class numbers → at most `count` indices. No randomness: the same labels give the same
-    choice, and a larger count begins with the choice of a smaller one.
+    (n,) class indices → at most `count` indices. Deterministic; a larger count extends the choice
+    of a smaller one.
     """
     order = np.argsort(labels, kind="stable")
     _, starts, sizes = np.unique(labels[order], return_index=True, return_counts=True)
     rank = np.arange(len(labels)) - np.repeat(starts, sizes)
-    # By rank within the class first; a stable sort keeps the classes in order.
+    # Sort by rank within the class; the stable sort keeps the classes in order.
     return order[np.argsort(rank, kind="stable")][:count]
 
 
 def sample(
     source: ImageSource, preprocessing: Preprocessing, count: int, classes: Sequence[str] = ()
 ) -> Sample:
-    """`count` images of a source, as evaluation prepares them, spread evenly over its classes.
+    """`count` images of a source, preprocessed for evaluation, evenly spread over its classes.
 
     Raises:
-        UserError: if the source has no image, or one of those chosen cannot be decoded.
+        UserError: the source is empty, or a chosen image cannot be decoded.
     """
     if len(source) == 0 or count < 1:
         raise UserError(f"cannot choose {count} images out of {len(source)}")
@@ -97,10 +97,10 @@ def sample_at(
     indices: npt.NDArray[np.int64],
     classes: Sequence[str] = (),
 ) -> Sample:
-    """The images of a source at `indices`, as evaluation prepares them.
+    """The images of a source at `indices`, preprocessed for evaluation.
 
     Raises:
-        UserError: if one of them cannot be decoded.
+        UserError: an image cannot be decoded.
     """
     transform: Any = eval_transform(preprocessing)
     pixels = torch.stack([transform(source.read_or_raise(int(index))) for index in indices])
@@ -110,8 +110,7 @@ def sample_at(
 
 
 def run_images(run: str, count: int) -> list[tuple[str, str, Image.Image]]:
-    """The first validation images of a run, one of each class in turn: names of file and class,
-    and the image."""
+    """The first validation images of a run, round robin over classes: (file name, class, image)."""
     folder = RunFolder(run)
     config = folder.read_config()
     splits = open_data(config.data, config.seed, folder.classes())
@@ -122,7 +121,7 @@ def run_images(run: str, count: int) -> list[tuple[str, str, Image.Image]]:
 
 
 def validation_images(splits: DataSplits, count: int) -> Iterator[tuple[int, str, Image.Image]]:
-    """The first validation images, one of each class in turn: number, class, image."""
+    """The first validation images, round robin over classes: (index, class, image)."""
     for index in round_robin_indices(splits.val.labels, count).tolist():
         yield index, splits.classes[splits.val.labels[index]], splits.val.read_or_raise(index)
 
@@ -130,16 +129,18 @@ def validation_images(splits: DataSplits, count: int) -> Iterator[tuple[int, str
 def validation_sample(
     config: RunConfig, img_size: int | tuple[int, int], count: int, classes: Sequence[str] = ()
 ) -> Sample:
-    """`count` validation images of a run, at the size its model takes, of the classes it has
-    recorded."""
+    """`count` validation images of a run at size `img_size`.
+
+    `classes` are those recorded in the run folder.
+    """
     splits = open_data(config.data, config.seed, classes)
     return sample(splits.val, config.input.at(img_size), count, splits.classes)
 
 
 def prepare_sample(subject: Classifier, images: Sequence[Image.Image]) -> Sample:
-    """Images of unknown class, as a classifier prepares them."""
+    """Unlabelled images, preprocessed for a classifier."""
     if not images:
-        raise UserError("there is no image to look at")
+        raise UserError("no images given")
     transform = eval_transform(subject.preprocessing)
     shown = np.stack([_pixels(transform, image) for image in images])
     return Sample(subject.prepare(images), shown, [""] * len(images), subject.classes or ())
@@ -155,10 +156,10 @@ class LayerPicture:
 
     Attributes:
         grid: of the queries.
-        query: the query patch (row, column) on `grid`; None for what is read off the layer: its
-            class token, or without one the mean over all patches.
-        mixed: (n, h, Hk, Wk) float32, the attention the layer uses. What is missing to a sum of
-            one is paid to the class token.
+        query: the query patch (row, column) on `grid`; None for the class token, or without one the
+            mean over all patches.
+        mixed: (n, h, Hk, Wk) float32, the attention that the layer uses. The remainder to a sum of
+            one is attention to the class token.
         gates: σ(λ), (h,); None for a layer without gates.
     """
 
@@ -177,8 +178,8 @@ class Pictures:
     """Images with a model's predictions and attention maps.
 
     Attributes:
-        images: (n, H, W, 3) uint8, as the model saw them before normalisation.
-        labels, predictions: names of the true and the predicted class, n each.
+        images: (n, H, W, 3) uint8, the model's input before normalisation.
+        labels, predictions: names of the true and predicted classes, n each.
         layers: in depth order.
     """
 
@@ -191,19 +192,19 @@ class Pictures:
 def capture_pictures(
     model: nn.Module, chosen: Sample, place: tuple[float, float] | None = (0.5, 0.5)
 ) -> Pictures:
-    """Capture attention in one forward pass of `model`, which is in evaluation mode during it.
+    """Capture attention in one forward pass of `model`, in evaluation mode.
 
     Args:
-        model: one of ours, or a timm ViT.
+        model: a `locality` model, or a timm ViT.
         chosen: the images.
-        place: the query position, as fractions of (height, width) in [0, 1); None takes what the
-            classifier reads: the class token, or without one the mean over all patches.
+        place: the query position, as fractions of (height, width) in [0, 1); None for the class
+            token, or without one the mean over all patches.
 
     Raises:
-        UserError: if `place` lies outside the image.
+        UserError: `place` is outside the image.
     """
     if place is not None and not all(0 <= fraction < 1 for fraction in place):
-        raise UserError(f"a query at {place} lies outside the image; give fractions in [0, 1)")
+        raise UserError(f"query {place} is outside the image; give fractions in [0, 1)")
     layers: list[LayerPicture] = []
     with eval_mode(model), capture(model, on_layer=lambda v: layers.append(_picture(v, place))):
         logits = model(chosen.images)
@@ -231,7 +232,7 @@ def _picture(view: LayerView, place: tuple[float, float] | None) -> LayerPicture
 
 
 def data_url(pixels: npt.NDArray[np.uint8]) -> str:
-    """(H, W, 3) uint8 as a data address for a page: small ones exactly, large ones as JPEG."""
+    """(H, W, 3) uint8 as a data URL: PNG up to 64 pixels, else JPEG."""
     buffer = io.BytesIO()
     name = "png" if max(pixels.shape) <= 64 else "jpeg"
     Image.fromarray(pixels).save(buffer, format=name, quality=88, optimize=True)
@@ -257,15 +258,15 @@ def save_pictures(pictures: Pictures, path: Path | str) -> None:
 
 
 def load_pictures(path: Path | str) -> Pictures:
-    """Read what `save_pictures` wrote.
+    """Read a file written by `save_pictures`.
 
     Raises:
-        UserError: if the file is something else.
+        UserError: the file is damaged or has another format.
     """
     damage = (AttributeError, EOFError, LookupError, MemoryError, NotImplementedError, RuntimeError,
               TypeError, ValueError, zipfile.BadZipFile, zlib.error)  # fmt: skip
     with (
-        wrap_errors(f"{path} holds no attention pictures", *damage),
+        wrap_errors(f"{path} does not contain attention pictures", *damage),
         open_file(path) as file,
         zipfile.ZipFile(file) as entries,
     ):

@@ -1,6 +1,6 @@
-"""Measuring the attention of a run and saving the results in its folder.
+"""Measure the attention of a run and save the results in its folder.
 
-A finished run is measured before and after training (`record`), and over training where it kept
+`record` measures a finished run before and after training, and during training if it saved
 snapshots of its weights (`schedule.snapshot_every`).
 """
 
@@ -45,28 +45,30 @@ _CURVES = {"grid": [int], "nonlocality": [float], "gates?": [[float]]}
 
 
 def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
-    """Measure a run's model before and after training, and keep pictures of its attention.
+    """Measure a run's model before and after training, and save pictures of its attention.
 
-    Writes `measures.json` (see `measure_model`; "before" is the model as its seed initialises it)
-    and `attention.npz` (see `capture_pictures`) into the run folder, and `mistakes.npz`: its most
-    confident mistakes with the last layer's attention. Of a run with snapshots also
-    `over_training.json` (see `measure_trajectory`). A run without predictions gets them now.
-    Nothing else in its folder changes.
+    Writes into the run folder:
+
+    - `measures.json`, see `measure_model`; "before" is the model as initialised by its seed;
+    - `attention.npz`, see `capture_pictures`;
+    - `mistakes.npz`: the most confident mistakes with the last layer's attention;
+    - `over_training.json`, see `measure_trajectory`, if the run has snapshots;
+    - predictions, if missing.
 
     Args:
-        folder: of a finished run.
-        images: how many validation images to measure on; all of them if there are fewer.
-        pictures: how many of them to keep attention pictures of.
+        folder: folder of a finished run.
+        images: number of validation images to measure on; at most all of them.
+        pictures: number of images to save attention pictures of.
 
     Returns:
         the content of `measures.json`.
 
     Raises:
-        UserError: if the folder is no run folder, or its run has not finished.
+        UserError: `folder` is not a run folder, or the run has not finished.
     """
     run = RunFolder(folder)
     if run.read_result() is None:
-        raise UserError(f"run folder {folder} has no result.json: its run has not finished")
+        raise UserError(f"the run in {folder} has not finished: it has no result.json")
     model, config = load_run(folder)
     chosen = validation_sample(config, model.img_size, max(images, pictures), run.classes())
     found = capture_pictures(model, chosen.first(pictures))
@@ -100,20 +102,20 @@ def _record_mistakes(run: RunFolder, model: ImageClassifier, config: RunConfig) 
 
 
 def check_observable(config: RunConfig) -> None:
-    """Refuse a run whose attention cannot be recorded, before it is trained.
+    """Check before training that a run's attention can be recorded.
 
     Raises:
-        UserError: naming its model and what is accepted.
+        UserError: the model's attention cannot be read.
     """
     with capture(meta_model(config, 2)):
         pass
 
 
 def record_missing(folders: Iterable[Path]) -> list[str]:
-    """Measure those runs that have finished and were not measured yet, and their baselines.
+    """Measure finished runs that were not measured yet, and their baselines.
 
     Returns:
-        a sentence on each run that cannot be measured: a CNN has no attention.
+        a sentence on each run that cannot be measured, such as a CNN's.
     """
     refused = []
     finished = [run for run in map(RunFolder, folders) if run.is_finished]
@@ -134,46 +136,47 @@ def _snapshots(run: RunFolder) -> list[Path]:
 
 
 def trajectory(folder: Path | str) -> Record:
-    """A run's attention over training, as recorded or else from its snapshots.
+    """A run's attention over training: the recorded one, else measured from snapshots.
 
-    Returns as `measure_trajectory`.
+    Returns:
+        see `measure_trajectory`.
 
     Raises:
-        UserError: if it was neither recorded nor kept snapshots.
+        UserError: the run has neither a recording nor snapshots.
     """
     return recorded_trajectory(folder) or measure_trajectory(folder)
 
 
 def recorded_trajectory(folder: Path | str) -> Record | None:
-    """A run's attention over training, as `record` wrote it down; None if it did not.
+    """A run's attention over training, as recorded by `record`; None if not recorded.
 
     Raises:
-        UserError: if the file holds something else.
+        UserError: the file has another format.
     """
     shape = {"steps": [int], "epochs": [float], "layers": [_CURVES]}
     return read_shaped(Path(folder) / TRAJECTORY, shape)
 
 
 def measure_trajectory(folder: Path | str, images: int = 256) -> Record:
-    """The measures of every snapshot of a run on the same validation images, on a GPU if any.
+    """Measure all snapshots of a run on the same validation images, on a GPU if available.
 
     Args:
-        folder: of the run.
-        images: how many images; all of them if there are fewer.
+        folder: the run folder.
+        images: number of images; at most all of them.
 
     Returns:
         {"images": n, "steps": […], "epochs": […], "layers": [one record per
         attention layer]}. A layer's record has `name`, `kind`, `grid` and `key_grid`, and one
         entry per snapshot in `nonlocality` (mean over heads and images, Eq. 8),
-        `nonlocality_per_head` and `gates` (σ(λ) per head; None where there is none).
+        `nonlocality_per_head` and `gates` (σ(λ) per head; None without gates).
 
     Raises:
-        UserError: if the run kept no snapshots.
+        UserError: the run has no snapshots.
     """
     files = _snapshots(RunFolder(folder))
     if not files:
         raise UserError(
-            f"run folder {folder} has no record of its attention over training; train with "
+            f"run folder {folder} has no snapshots to measure attention over training; train with "
             f"--schedule.snapshot_every"
         )
     run = RunFolder(folder)
@@ -194,7 +197,7 @@ def measure_trajectory(folder: Path | str, images: int = 256) -> Record:
 
 
 def _to_curves(records: list[Record]) -> Record:
-    """Measurements in order of time as one curve per layer."""
+    """Turn measurements of successive snapshots into one curve per layer."""
     over_time = zip(*(record["layers"] for record in records), strict=True)
     return {
         "images": records[0]["images"],

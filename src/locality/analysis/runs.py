@@ -1,6 +1,6 @@
-"""Run folders as values, grouped by equal settings over seeds and fractions of the data.
+"""Recorded runs, grouped by equal settings across seeds and fractions of the data.
 
-A pair of groups is a ConViT beside the DeiT of its size, with their paired differences.
+A pair of groups is a ConViT and the DeiT of its size, with their paired differences.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from locality.settings import flatten, with_role
 from locality.training.config import RunConfig, run_folders
 from locality.training.run_folder import RunFolder
 
-# Settings in which runs of one group may differ: seed, amount of data, and how it was computed.
 _MAX_SETTINGS = 3  # in the label of a group
+# Settings in which runs of one group may differ: seed, amount of data, and how it was computed.
 _NOT_OF_GROUP = with_role(RunConfig, "how", "label", "incidental", "sample")
 
-# The entries that are read from a run's files, which anyone may have edited.
+# Entries read from a run's files, checked because users may edit them.
 _CONFIG = {
     "model": {"name": str},
     "data": {"dataset": str, "fraction": float, "root?": str, "fold?": [int]},
@@ -42,11 +42,11 @@ _MEASURES = {"before?": _RECORD, "after?": _RECORD}
 
 
 class RecordedRun(RunFolder):
-    """A run folder with what instruments measured, whatever version wrote it; read once.
+    """A run folder and its measurements, written by any version of `locality`; files are read once.
 
     Args:
-        path: of the folder.
-        config: its whole configuration, as nested plain values.
+        path: the run folder.
+        config: the run's full configuration as nested plain values.
     """
 
     def __init__(self, path: Path | str, config: dict[str, Any]) -> None:
@@ -60,7 +60,7 @@ class RecordedRun(RunFolder):
 
     @cached_property
     def result(self) -> dict[str, Any]:
-        """Its final numbers; empty if it has not finished."""
+        """Final results; empty if the run has not finished."""
         return self.read_result(whole=True) or {}
 
     @cached_property
@@ -70,26 +70,26 @@ class RecordedRun(RunFolder):
 
     @cached_property
     def baselines(self) -> dict[str, float]:
-        """Top-1 in per cent of the baselines on its images; empty if they were not recorded."""
+        """Top-1 accuracy of the baselines in per cent; empty if not recorded."""
         return read_baselines(self.path)
 
     def pictures(self) -> Pictures | None:
-        """Its attention pictures; None if there are none."""
+        """Recorded attention pictures, or None."""
         path = self.path / PICTURES
         return load_pictures(path) if path.exists() else None
 
     def settings(self) -> dict[str, Any]:
-        """The settings that its result depends on, except seed and data, by dotted name."""
+        """Settings that affect the result, except seed and data, by dotted name."""
         flat = flatten(self.config)
         return {name: value for name, value in flat.items() if name not in _NOT_OF_GROUP}
 
 
 def read_runs(folders: Iterable[Path | str]) -> list[RecordedRun]:
-    """The runs in these folders; a folder that is no run is searched for runs inside it.
+    """The runs in these folders; folders that are not run folders are searched for runs.
 
     Raises:
-        FileNotFoundError: if a folder does not exist.
-        UserError: if there is no run in one of them, or a configuration cannot be read.
+        FileNotFoundError: a folder does not exist.
+        UserError: a folder contains no run, or a configuration cannot be read.
     """
     return [
         RecordedRun(folder, read_run_settings(folder, _CONFIG)) for folder in run_folders(folders)
@@ -98,11 +98,11 @@ def read_runs(folders: Iterable[Path | str]) -> list[RecordedRun]:
 
 @dataclass(frozen=True)
 class RunGroup:
-    """Runs of one model with one set of settings, over fractions and seeds.
+    """Runs of one model with the same settings, over fractions and seeds.
 
     Attributes:
-        label: what to call them; unique among groups.
-        runs: all of them.
+        label: display name, unique among groups.
+        runs: all runs of the group.
     """
 
     label: str
@@ -125,7 +125,7 @@ class RunGroup:
         return sorted({run.fraction for run in self.runs})
 
     def at(self, fraction: float) -> list[RecordedRun]:
-        """Its runs on this fraction of the training images, by seed."""
+        """Runs on this fraction of the training images, sorted by seed."""
         chosen = [run for run in self.runs if run.fraction == fraction]
         return sorted(chosen, key=lambda run: run.seed)
 
@@ -135,10 +135,10 @@ class RunGroup:
 
 
 def group(runs: Sequence[RecordedRun]) -> list[RunGroup]:
-    """Sort runs into groups, ConViT first, then DeiT, then the others, in order of appearance.
+    """Sort runs into groups: ConViT first, then DeiT, then others in order of appearance.
 
     Raises:
-        UserError: if two runs of a group have the same fraction and seed.
+        UserError: two runs of a group have the same fraction and seed.
     """
     groups: dict[str, list[RecordedRun]] = {}
     for run in runs:
@@ -150,7 +150,7 @@ def group(runs: Sequence[RecordedRun]) -> list[RunGroup]:
             if other is not run:
                 raise UserError(
                     f"{other.path} and {run.path} are the same run (seed {run.seed}, fraction "
-                    f"{run.fraction:g}); give one of them"
+                    f"{run.fraction:g}); pass only one of them"
                 )
     order = [*FAMILY_NAMES, "other"]
     ordered = sorted(groups.values(), key=lambda members: order.index(members[0].family))
@@ -159,9 +159,9 @@ def group(runs: Sequence[RecordedRun]) -> list[RunGroup]:
 
 
 def baselines_at(groups: Sequence[RunGroup], fraction: float) -> dict[str, Estimate]:
-    """The baselines on the images that runs of a fraction had, by name, over their seeds.
+    """Baseline accuracies for runs on a fraction, by name, over seeds.
 
-    Without an interval where all seeds had the same images.
+    Without an interval if all seeds have the same value.
     """
     by_seed = {run.seed: run.baselines for one in groups for run in one.at(fraction)}
     found: dict[str, Estimate] = {}
@@ -172,8 +172,7 @@ def baselines_at(groups: Sequence[RunGroup], fraction: float) -> dict[str, Estim
 
 
 def _label(run: RecordedRun, others: Sequence[RecordedRun]) -> str:
-    """A short name: the family where that is enough, else the model, else also the settings in
-    which groups of one model differ, or their folders where these are many."""
+    """A short unique name: family, else model, else model and differing settings, else folder."""
     rivals = [other for other in others if other.model == run.model]
     if len(rivals) > 1:
         values = differing_settings([other.settings() for other in rivals])
@@ -186,15 +185,15 @@ def _label(run: RecordedRun, others: Sequence[RecordedRun]) -> str:
 
 
 def differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The settings in which configurations differ: name → their values."""
+    """Settings in which configurations differ: name → values."""
     names = dict.fromkeys(name for one in settings for name in one)
     values = {name: [one.get(name) for one in settings] for name in names}
     return {name: found for name, found in values.items() if len(set(map(repr, found))) > 1}
 
 
 def _format_settings(settings: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Settings as text: "lr=0.001, drop_rate=0.1"; a teacher is named "distilled". Settings
-    that a configuration does not have are left out."""
+    """Settings as text: "lr=0.001, drop_rate=0.1". A teacher is shown as "distilled"; missing
+    settings are skipped."""
     parts = []
     for name in names:
         if name not in settings:
@@ -212,7 +211,7 @@ class BaselinePair:
     """Two groups of runs on the same fraction of the training images.
 
     Attributes:
-        fraction: of the training images.
+        fraction: fraction of the training images.
         first, second: the groups.
     """
 
@@ -222,17 +221,17 @@ class BaselinePair:
 
     @property
     def runs(self) -> list[list[RecordedRun]]:
-        """Of both groups."""
+        """The runs of both groups."""
         return [self.first.at(self.fraction), self.second.at(self.fraction)]
 
     @property
     def images(self) -> int:
-        """Training images of each run."""
+        """Number of training images of each run."""
         return int(self.runs[0][0].result["train_images"])
 
     @property
     def sides(self) -> list[tuple[RunGroup, Estimate]]:
-        """Each group and its accuracy over seeds, in per cent."""
+        """Each group with its accuracy over seeds, in per cent."""
         groups = (self.first, self.second)
         return [(one, estimate(list(one.top1(self.fraction).values()))) for one in groups]
 
@@ -242,7 +241,7 @@ class BaselinePair:
         return paired_difference(self.first.top1(self.fraction), self.second.top1(self.fraction))
 
     def other_changed_settings(self) -> list[str]:
-        """Settings other than the model's in which runs of one seed differ, by dotted name."""
+        """Settings outside `model` in which runs of the same seed differ, by dotted name."""
         incidental = with_role(RunConfig, "how", "label", "incidental")
         first, second = ({run.seed: flatten(run.config) for run in runs} for runs in self.runs)
         pairs = [[first[seed], second[seed]] for seed in first if seed in second]
@@ -251,8 +250,7 @@ class BaselinePair:
 
 
 def baseline_pairs(groups: Sequence[RunGroup]) -> Iterator[BaselinePair]:
-    """Every ConViT against the DeiT that the table of variants compares it with, on one data set,
-    at every fraction that both have."""
+    """Each ConViT with its baseline DeiT (see `VARIANTS`), per data set and shared fraction."""
     for first, second in product(groups, repeat=2):
         if (first.family, second.family) == ("convit", "deit") and first.dataset == second.dataset:
             one, other = VARIANTS[first.model].baseline, VARIANTS[second.model].baseline

@@ -1,4 +1,4 @@
-"""Statistics of a handful of seeds: means, intervals, and differences paired by seed."""
+"""Statistics over few seeds: means, intervals, and differences paired by seed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mpmath import betainc, findroot
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds with the interval that Student's t gives it.
+    """A mean over seeds with its interval by Student's t.
 
     Attributes:
-        mean: of the values.
-        half_width: the interval is mean ± this; None where one value says nothing about spread.
+        mean: mean of the values.
+        half_width: the interval is mean ± half_width; None for a single value.
         n: number of values.
     """
 
@@ -34,9 +34,9 @@ class Estimate:
         return None if self.half_width is None else self.mean + self.half_width
 
     def p_value(self, at: float = 0.0) -> float:
-        """The two-sided p-value of "the mean is `at`"; 1 where one value says nothing of spread.
+        """Two-sided p-value of "the mean is `at`"; 1 for a single value.
 
-        Values that are all alike have no spread for Student's t: then it is the sign test's.
+        If all values are equal, Student's t is undefined and the sign test is used.
         """
         if not self.half_width:
             return 1.0 if self.half_width is None or self.mean == at else 2.0 ** (1 - self.n)
@@ -45,7 +45,7 @@ class Estimate:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether the interval is there and lies on one side of zero."""
+        """Whether an interval exists and excludes zero."""
         return self.half_width is not None and abs(self.mean) > self.half_width
 
 
@@ -54,11 +54,11 @@ def estimate(values: Sequence[float], shared: float = 0.0) -> Estimate:
 
     Args:
         values: at least one.
-        shared: 0 for independent values. Folds share training images, and their scatter shows
-            too little: images of a fold / images it trains on (Nadeau & Bengio, 2003).
+        shared: 0 for independent values. For folds, which share training images and so vary too
+            little: images per fold / training images (Nadeau & Bengio, 2003).
 
     Raises:
-        ValueError: for no values.
+        ValueError: `values` is empty.
     """
     n = len(values)
     if n == 0:
@@ -74,14 +74,14 @@ def estimate(values: Sequence[float], shared: float = 0.0) -> Estimate:
 def mean_curve(
     curves: Sequence[Mapping[str, Sequence[float]]], *, partial: bool = False
 ) -> dict[str, Any]:
-    """The mean of curves {"x": […], "y": […]}, at the places that all of them have.
+    """The mean of curves {"x": […], "y": […]} at the x that all of them have.
 
     Args:
-        curves: with places in ascending order.
-        partial: also at places that only some have, as the mean of those.
+        curves: curves with ascending x.
+        partial: also average at x that only some curves have.
 
     Returns:
-        {"x", "mean", "half_width", "n"}: the places, and what `estimate` says there.
+        {"x", "mean", "half_width", "n"}: the x, and the fields of `estimate` at each.
     """
     by_place: dict[float, list[float]] = {}
     for curve in curves:
@@ -102,13 +102,13 @@ def mean_curve(
 
 @cache
 def two_sided_p(t: float, df: float) -> float:
-    """How likely Student's distribution is to be at least as far from 0 as t."""
+    """P(|T| ≥ |t|) of Student's distribution."""
     return float(betainc(df / 2, 0.5, 0, df / (df + t * t), regularized=True))
 
 
 @cache
 def two_sided_t(df: float) -> float:
-    """The t that Student's distribution keeps within ±t with probability 95%.
+    """The t with P(|T| ≤ t) = 95% in Student's distribution.
 
     P(|T| > t) = I_x(ν/2, 1/2), the regularised incomplete beta function at x = ν / (ν + t²).
     """
@@ -132,10 +132,10 @@ def proportion_interval(share: float, count: int) -> tuple[float, float]:
 def paired_difference(
     first: Mapping[Any, float], second: Mapping[Any, float], shared: float = 0.0
 ) -> Estimate | None:
-    """first − second, paired by seed: what a seed does to both (split, order) cancels.
+    """first − second, paired by seed, so that a seed's effect on both (split, order) cancels.
 
     Args:
-        first, second: seed → value. Seeds that only one of them has are left out.
+        first, second: seed → value; seeds in only one of them are ignored.
         shared: see `estimate`.
 
     Returns:
@@ -148,10 +148,10 @@ def paired_difference(
 
 
 def holm(p_values: Sequence[float], level: float = 0.05) -> list[bool]:
-    """Which of m hypotheses are rejected together: Holm's correction.
+    """Which of m hypotheses are rejected with Holm's correction.
 
-    In order of their p-values, the k-th is rejected if it and all before it have p < level /
-    (m − k + 1). The chance that even one of them is rejected wrongly is then below the level.
+    In order of p-values, the k-th is rejected if it and all before it have p < level / (m − k + 1).
+    The probability of any false rejection is then at most `level`.
     """
     rejected = [False] * len(p_values)
     for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):

@@ -1,22 +1,21 @@
-"""Capturing attention during an ordinary forward pass, and masking parts of it.
+"""Capture attention during a forward pass, and mask parts of it.
 
     with capture(model) as views:
         logits = model(images)
     views[3].maps.mixed          # (B, h, N, N): the attention of layer 3
 
-The forward pass does not change: a hook takes the input of each attention module and computes the
-attention in explicit form (`attention_maps`), so logits stay bit-identical. timm's modules are run
-up to `scaled_dot_product_attention`, whose queries and keys are taken: normalised and rotated, if
-the module does so. ConViT's are computed from their weights.
+The forward pass is unchanged, so logits stay bit-identical: a hook takes each attention module's
+input and computes its maps separately (`attention_maps`). timm's attention modules are run up to
+`scaled_dot_product_attention`, whose queries and keys are taken, after any normalisation and
+rotation. timm's ConViT maps are computed from the module's weights.
 
-To bound memory, give `on_layer`: it receives each layer's view, which is not kept.
+To bound memory, pass `on_layer`: it receives each layer's view, which is then dropped.
 
     with content_off(model, layers=3):
         evaluate(model, loader)      # σ(λ) = 1 in the first three gated layers
     # here every weight is unchanged
 
-Masks (ConViT appendix F, Tables 5 and 6) replace parameters for a while and restore them; no
-parameter is modified.
+Masks (ConViT appendix F, Tables 5 and 6) replace parameters temporarily; none is modified.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ class LayerView:
         index: the layer's depth among the model's attention layers, from 0.
         name: the module's qualified name.
         module: the module itself.
-        input: what it was given, (B, N, C): normalised tokens, class token first.
-        maps: its attention, with the grids its queries and keys lie on.
+        input: the module's input, (B, N, C): normalised tokens, class token first.
+        maps: attention with the grids of its queries and keys.
     """
 
     index: int
@@ -64,10 +63,10 @@ class LayerView:
 
     @property
     def key_stride(self) -> Stride:
-        """How many query tokens lie between neighbouring keys.
+        """Distance between neighbouring keys, in query tokens.
 
-        CvT's keys lie on a coarser grid (§3.2). Where attention replaces a convolution of stride s,
-        every s-th token is a query, so that keys lie 1/s apart.
+        CvT's keys have a coarser grid (§3.2). If attention replaces a convolution of stride s,
+        every s-th token is a query and keys are 1/s apart.
         """
         if isinstance(self.module, ConvolutionalAttention):
             return self.module.k.stride, self.module.k.stride
@@ -81,14 +80,14 @@ _TIMM = (*_FUSED, GPSA, MHSA)
 
 
 def attention_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The attention modules of one of our models or of a timm ViT, in depth order, with names.
+    """Named attention modules of a `locality` model or a timm ViT, in depth order.
 
     Raises:
-        UserError: if there is none that can be read.
+        UserError: the model is compiled or has no attention module that can be read.
     """
     if hasattr(model, "_orig_mod"):
         raise UserError(
-            "attention cannot be observed inside a compiled model; give the original model"
+            "attention cannot be observed inside a compiled model; pass the original model"
         )
     found = [
         (name, module)
@@ -97,9 +96,9 @@ def attention_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
     if not found:
         raise UserError(
-            f"{_called(model)} has no attention layer that can be observed; give one of this "
-            f"package's models, or a vision transformer of timm's whose patches attend to "
-            f"all others, without a position bias: ViT, DeiT, DINO, EVA, ConViT"
+            f"{_called(model)} has no attention layer that can be observed; use a locality model "
+            f"or a timm vision transformer with global attention and no position bias: ViT, DeiT, "
+            f"DINO, EVA, ConViT"
         )
     return found
 
@@ -117,16 +116,16 @@ def capture(
     """Observe the attention of `model` in every forward pass inside the block.
 
     Args:
-        model: one of our models, or a timm ViT or ConViT; not compiled.
-        layers: depths to observe, negative ones counted from the end; all unless given.
-        on_layer: called with each layer's view as soon as it is computed. Nothing is kept then.
+        model: a `locality` model, or a timm ViT or ConViT; not compiled.
+        layers: indices of the layers to observe, negative from the end; all by default.
+        on_layer: called with each layer's view, which is then not stored.
 
     Yields:
-        a list to which each observed layer's view is appended, in the order of computation; it
-        stays empty with `on_layer`. Tensors carry no gradient.
+        a list to which each observed layer's view is appended, in order of computation; empty with
+        `on_layer`. Tensors carry no gradient.
 
     Raises:
-        UserError: for a model whose attention cannot be read, or a depth it does not have.
+        UserError: the model's attention cannot be read, or a layer index is out of range.
     """
     modules = attention_layers(model)
     chosen = _chosen(layers, len(modules))
@@ -140,7 +139,7 @@ def capture(
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if torch._C._current_graph_task_id() != -1:
-                return  # a checkpointed block, recomputed in the backward pass: seen before
+                return  # recomputation of a checkpointed block in the backward pass
             x = kwargs["x"] if "x" in kwargs else args[0]
             with torch.no_grad():
                 if compute is None:
@@ -156,8 +155,8 @@ def capture(
             patch_embed: Any = getattr(model, "patch_embed", None)
             if not hasattr(patch_embed, "dynamic_feat_size"):
                 raise UserError(
-                    f"{_called(model)} does not give the grid of its patches (it has no "
-                    f"patch_embed with dynamic_feat_size), so its attention cannot be placed"
+                    f"cannot find the patch grid of {_called(model)}: it has no patch_embed with "
+                    f"dynamic_feat_size"
                 )
 
             def remember(_: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -172,7 +171,7 @@ def capture(
 
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """A context in which the model is in evaluation mode and gradients are off."""
+    """Context manager: evaluation mode without gradients."""
     was_training = model.training
     model.eval()
     try:
@@ -187,14 +186,14 @@ def _chosen(layers: Sequence[int] | None, depth: int) -> list[int]:
         return list(range(depth))
     for layer in layers:
         if not -depth <= layer < depth:
-            raise UserError(f"there is no layer {layer}; the model has layers 0 to {depth - 1}")
+            raise UserError(f"layer {layer} is out of range; the model has layers 0 to {depth - 1}")
     return sorted({layer % depth for layer in layers})
 
 
 def _timm_maps(
     name: str, module: Any, grid: Grid, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> AttentionMaps:
-    """The attention of one of timm's modules, called with these arguments."""
+    """The attention maps of a timm module for these arguments."""
     if isinstance(module, _FUSED):
         q, k = _queries_and_keys(name, module, args, kwargs)
     else:
@@ -223,11 +222,11 @@ def _timm_maps(
 
 
 class _Found(Exception):
-    """Ends a module's forward pass at its attention."""
+    """Stops a module's forward pass at its attention."""
 
 
 class _Fused(TorchFunctionMode):
-    """Ends a forward pass where fused attention is called, with its arguments."""
+    """Stops a forward pass at the call of fused attention and raises its arguments."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -250,35 +249,35 @@ def _queries_and_keys(
     finally:
         module.fused_attn = was_fused
     if given.get("attn_mask") is not None or given.get("is_causal"):
-        raise UserError(f"{name} was called with an attention mask, which taps do not read")
+        raise UserError(f"{name} was called with an attention mask, which is not supported")
     return q, k
 
 
 def positional_vectors(module: nn.Module) -> Tensor | None:
-    """v_pos of a positional layer as (h, 3), ours or timm's; None for a layer without one."""
+    """v_pos of a positional layer of `locality` or timm as (h, 3); None without one."""
     v_pos = getattr(module, "v_pos", None)
     if isinstance(module, GPSA):
-        # Columns there: along the width, along the height, squared distance.
+        # timm's columns: width, height, squared distance.
         v_pos = module.pos_proj.weight[:, [2, 1, 0]]
     return None if v_pos is None else v_pos.detach()
 
 
 def timm_grid(patch_embed: Any, images: Tensor) -> Grid:
-    """The grid that timm's patch embedding makes of images (B, C, H, W)."""
+    """The grid of a timm patch embedding for images (B, C, H, W)."""
     rows, columns = patch_embed.dynamic_feat_size(tuple(images.shape[-2:]))
     return rows, columns
 
 
 def position_embedding_off(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Add no absolute position embedding to the patches (Table 5).
+    """Context manager: mask the absolute position embedding (Table 5).
 
-    The class token's own entry, where the embedding has one (DeiT), is masked with the rest.
+    The class token's entry (DeiT) is masked too.
 
     Args:
-        model: one of ours or of timm's with a `pos_embed`; CvT may have one in each stage.
+        model: a `locality` or timm model with `pos_embed`; CvT may have one per stage.
 
     Raises:
-        UserError: if it has none.
+        UserError: the model has no position embedding.
     """
     return _fill_parameters(_parameters(model, "position embedding", "pos_embed"), 0.0)
 
@@ -286,14 +285,14 @@ def position_embedding_off(model: nn.Module) -> contextlib.AbstractContextManage
 def content_off(
     model: nn.Module, layers: int | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """Attend by position alone in the first `layers` gated layers: σ(λ) = 1 (Table 6).
+    """Context manager: position alone in the first `layers` gated layers, σ(λ) = 1 (Table 6).
 
     Args:
-        model: a ConViT, ours or timm's.
-        layers: how many of the gated layers, from the first; all unless given.
+        model: a ConViT of `locality` or timm.
+        layers: number of gated layers, from the first; all by default.
 
     Raises:
-        UserError: if the model has fewer gated layers.
+        UserError: the model has fewer gated layers.
     """
     return _fill_parameters(_gates(model, layers), math.inf)
 
@@ -301,9 +300,9 @@ def content_off(
 def position_off(
     model: nn.Module, layers: int | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """Attend by content alone in the first `layers` gated layers: σ(λ) = 0 (Table 6).
+    """Context manager: content alone in the first `layers` gated layers, σ(λ) = 0 (Table 6).
 
-    Args and raises as `content_off`.
+    Arguments and errors: see `content_off`.
     """
     return _fill_parameters(_gates(model, layers), -math.inf)
 
@@ -311,12 +310,12 @@ def position_off(
 def _gates(model: nn.Module, layers: int | None) -> list[tuple[nn.Module, str]]:
     gated = _parameters(model, "gated layers", "gating", "gating_param")  # the latter is timm's
     if layers is not None and not 0 <= layers <= len(gated):
-        raise UserError(f"the model has {len(gated)} gated layers; {layers} cannot be masked")
+        raise UserError(f"the model has {len(gated)} gated layers; cannot mask {layers}")
     return gated[:layers]
 
 
 def _parameters(model: nn.Module, what: str, *names: str) -> list[tuple[nn.Module, str]]:
-    """The parameters of a model's modules that have one of these names."""
+    """(module, name) of all parameters with one of these names."""
     modules = list(model.modules())
     found = [(each, n) for each in modules for n in names if each._parameters.get(n) is not None]
     if not found:
@@ -326,7 +325,7 @@ def _parameters(model: nn.Module, what: str, *names: str) -> list[tuple[nn.Modul
 
 @contextlib.contextmanager
 def _fill_parameters(places: list[tuple[nn.Module, str]], value: float) -> Iterator[None]:
-    """A context in which parameters are replaced by constants of the same shape."""
+    """Context manager: replace parameters by constants of the same shape."""
     own = [(module, name, getattr(module, name)) for module, name in places]
     try:
         for module, name, parameter in own:

@@ -1,6 +1,6 @@
-"""The commands: each reads its options and calls the package that does the work.
+"""The commands: each parses its options and calls the package that does the work.
 
-Here is what several of them share.
+This module holds their shared helpers.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from locality.checkpoints.api import Classifier
 
 MODEL = "run folder, weights of any format, public name, hub repository or ONNX graph"
-"""What a command that asks for a model takes."""
+"""Help text of arguments that name a model."""
 
 
 class GivenModel:
-    """A model that a command was given, which is there; only `open` imports torch.
+    """A model given to a command, checked to exist; only `open` imports torch.
 
     Args:
         what: its path or name.
-        options: those that `Parser.add_model` added.
+        options: the options added by `Parser.add_model`.
     """
 
     def __init__(self, what: str, options: Any) -> None:
@@ -37,18 +37,18 @@ class GivenModel:
         self.kind = detect_kind(what, options.entry)
         if self.kind == "graph" and (options.variant or options.set):
             raise UserError(
-                f"{what} is a graph, which is run as it is; leave out --variant and --set"
+                f"{what} is an ONNX graph, whose architecture is fixed; omit --variant and --set"
             )
 
     @property
     def decoding(self) -> Decoding:
-        """A run's images are decoded as in training, other models' by default."""
+        """How to decode images: as in training for a run, else the default."""
         if self.kind != "run":
             return DEFAULT_DECODING
         return read_config(Path(self.what)).data.decoding
 
     def open(self) -> Classifier:
-        """The model."""
+        """Load the model."""
         from locality.checkpoints.api import open_model
 
         given = self._options
@@ -56,12 +56,12 @@ class GivenModel:
 
 
 def say(sentence: str) -> None:
-    """Print a sentence to standard error, apart from results."""
+    """Print a message to standard error."""
     print(f"locality: {sentence}", file=sys.stderr)
 
 
 def images_at(path: Path) -> dict[str, Any]:
-    """The settings of a custom dataset: a table of them, or a folder."""
+    """The settings of a custom dataset, a table or a folder of images."""
     if not path.exists():
         raise missing(path)
     table = path.is_file() or has_table(path)
@@ -69,13 +69,13 @@ def images_at(path: Path) -> dict[str, Any]:
 
 
 def page_in(given: Sequence[str], name: str) -> Path:
-    """Where a page goes: into the run or the folder of runs, where one is given; else here."""
+    """Default path of a page: in the given folder if it is the only one, else here."""
     place = Path(given[0])
     return place / name if len(given) == 1 and place.is_dir() else Path(name)
 
 
 def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
-    """A plain text table: the first column left-aligned, the others by content."""
+    """A plain text table; columns of numbers are right-aligned."""
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]
     columns = []
     for title, *column in zip(*cells, strict=True):

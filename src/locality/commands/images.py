@@ -1,4 +1,4 @@
-"""`locality predict`, `eval`, `explore`, `serve`, `figure` and `data`: what is done with images."""
+"""`locality predict`, `eval`, `explore`, `serve`, `figure` and `data`."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from locality.training import Predictions
 
 _AT_ONCE = 32
-_CLASSES = 20  # of the tables in a terminal, at most
-_SHARES = ("images", "called")  # what recall and precision are shares of
-# How the tables of `predict` and `eval` begin.
+_CLASSES = 20  # maximum number of classes in printed tables
+_SHARES = ("images", "called")  # denominators of recall and precision
+# First bytes of the tables written by `predict` and `eval`.
 _PREDICTED, _EVALUATED = b"path,prediction,", b"path,label,prediction,"
 _WHOLE = {
     name: getattr(DataConfig(), name)
@@ -46,23 +46,23 @@ _WHOLE = {
 }
 _OF_TRAINING = "data.fraction data.subset data.subset_seed"
 _SIZE = int | tuple[int, int] | None
-_IMAGES = "files or folders; a run's own unless given"
+_IMAGES = "files or folders; a run's validation images by default"
 
 
 def predict(arguments: Sequence[str]) -> int:
     """Classify images with a run, a weight file or folder, public weights or an ONNX graph.
-    Files that cannot be read are named, and the others are classified.
+    Files that cannot be read are reported and skipped.
 
     Returns:
-        1 if there are files that cannot be read.
+        1 if some files cannot be read.
     """
     parser = Parser("predict", predict.__doc__)
-    what = "a model unless --model is given, then image files, folders, patterns, or - for stdin"
+    what = "the model (unless --model), then image files, folders, patterns, or - for stdin"
     parser.add_argument("images", nargs="+", help=what)
     parser.add_model("--model")
-    parser.add("--top", 5, "how many classes to show")
+    parser.add("--top", 5, "number of classes to show")
     parser.add("--json", False, "print JSON")
-    table = "write a table to this file: path, prediction, probability of every class; - prints it"
+    table = "write a CSV file: path, prediction, probability of each class; - prints it"
     parser.add("--output", None, table)
     parser.add_overwrite()
     options = parser.read(arguments)
@@ -71,7 +71,7 @@ def predict(arguments: Sequence[str]) -> int:
         if not options.images:
             raise UserError(f"give --model, or the model first: predict RUN {options.model}")
     if options.output is not None:
-        parser.refuse("top json", "does nothing for a table")
+        parser.refuse("top json", "has no effect with --output")
     output = None if options.output == "-" else options.output
     check_parent(output)
     check_output(output, _PREDICTED, options.overwrite)
@@ -83,7 +83,7 @@ def predict(arguments: Sequence[str]) -> int:
     bad: list[str] = []
     probabilities: list[Tensor] = []
     images = _read_images(files, given.decoding, read, bad)
-    # One by one: a large image is shrunk before the next is read.
+    # Read lazily, so that each large image is resized before the next is read.
     while len(found := classifier(islice(images, _AT_ONCE))):
         probabilities += found
     results = list(zip(read, probabilities, strict=True))
@@ -113,12 +113,12 @@ def predictions_csv(
     classes: Sequence[str],
     rows: Iterable[tuple[*tuple[object, ...], Tensor]],
 ) -> str:
-    """A table: what `heading` says of an image, its prediction, every class's probability.
+    """A CSV table of predictions and class probabilities.
 
     Args:
         heading: names of the first columns.
-        classes: in the order of the probabilities.
-        rows: the first cells, and (classes,) probabilities.
+        classes: class names, in the order of the probabilities.
+        rows: the first cells, followed by (classes,) probabilities.
     """
     listed: list[list[object]] = [[*heading, "prediction", *classes]]
     for *named, probabilities in rows:
@@ -130,10 +130,10 @@ def predictions_csv(
 def _read_images(
     files: Iterable[Path], decoding: Decoding, read: list[Path], bad: list[str]
 ) -> Iterator[Image.Image]:
-    """The images in files, of which `read` gets those read so far, `bad` a sentence on others."""
+    """Yield images; append their files to `read`, and messages on unreadable ones to `bad`."""
     for file in files:
         try:
-            # In no variable, which would keep it while the next one is decoded.
+            # A list, so that no variable keeps the image alive while the next is decoded.
             opened = [read_image(file, decoding)]
         except UserError as error:
             bad.append(one_line(error))
@@ -143,9 +143,9 @@ def _read_images(
 
 
 def _report_unreadable(bad: Sequence[str], files: Sequence[Path]) -> int:
-    """Name the files that could not be read, an error if none could; the exit code."""
+    """Report unreadable files and return the exit code; raise an error if all are unreadable."""
     if len(bad) == len(files):
-        others = f" (nor can the other {len(bad) - 1} images be read)" if len(bad) > 1 else ""
+        others = f" (the other {len(bad) - 1} images cannot be read either)" if len(bad) > 1 else ""
         raise UserError(bad[0] + others)
     for sentence in bad:
         say(sentence)
@@ -155,21 +155,21 @@ def _report_unreadable(bad: Sequence[str], files: Sequence[Path]) -> int:
 
 
 def evaluate(arguments: Sequence[str]) -> None:
-    """Top-1 and top-5 accuracy of a model; of a run on its own data unless other data are given.
-    Of a folder or table that is given, all images count, or those of its part to evaluate on.
+    """Compute top-1 and top-5 accuracy of a model. A run is evaluated on its own validation images
+    by default. A given folder or table is evaluated on its validation split, or else on all images.
     """
     parser = Parser("eval", evaluate.__doc__)
     parser.add_model("model")
     parser.add_argument("images", nargs="?", help="folder of images by class, or a labels.csv")
     parser.add("--img_size", None, "side in pixels, or [height,width]", _SIZE)
-    parser.add("--batch_size", 256, "images at once")
+    parser.add("--batch_size", 256, "images per batch")
     parser.add("--precision", "fp32", "fp32, bf16-mixed, fp16-mixed or auto")
     parser.add("--json", False, "print JSON")
     parser.add("--predictions", None, "write a CSV: path, label, prediction, probabilities")
     parser.add_overwrite()
     parser.add_settings(DataConfig(), "data.", short={"dataset": "--data"})
     options = parser.read(arguments)
-    parser.refuse(_OF_TRAINING, "chooses among training images; others are evaluated on")
+    parser.refuse(_OF_TRAINING, "only applies to training images")
     model = GivenModel(options.model, options)
     check_parent(options.predictions)
     check_output(options.predictions, _EVALUATED, options.overwrite)
@@ -177,14 +177,14 @@ def evaluate(arguments: Sequence[str]) -> None:
     given = {name.removeprefix("data."): value for name, value in parser.settings.items()}
     if options.images is not None:
         if "root" in given:
-            raise UserError(f"{options.images} and --data.root {given['root']} are both images")
+            raise UserError(f"give either {options.images} or --data.root {given['root']}")
         named = images_at(Path(options.images)).items()
         given = {name.removeprefix("data."): value for name, value in named} | given
     own, seed = DataConfig(), 0
     if model.kind == "run":
         config = read_config(Path(model.what))
         seed = config.seed
-        # Options change the run's own data; another dataset starts from nothing.
+        # Options override the run's data settings, unless they name another dataset.
         if given.get("dataset", config.data.dataset) == config.data.dataset:
             own = config.data
     root, splits = given.get("root"), None
@@ -192,14 +192,14 @@ def evaluate(arguments: Sequence[str]) -> None:
     if root is not None and other and own.root:
         splits = _moved(model.what, own, root)
         other = splits is None
-    if other:  # which parts a run trained on says nothing of other images
+    if other:  # the run's splits do not apply to other images
         own = dataclasses.replace(own, **_WHOLE)
     chosen = dataclasses.replace(own, **given)
     check_root(chosen)
 
     opened = model.open()
     if given.keys() - {"root", "dataset"}:
-        splits = None  # others than the run's own
+        splits = None  # overridden
     whole = other and not given.keys() & {"val_part", "val_fraction", "fold"}
     splits = training.open_for(opened, chosen, seed, whole, recorded=not other, splits=splits)
     seen: list[tuple[int, int, Tensor]] = []
@@ -236,7 +236,7 @@ def evaluate(arguments: Sequence[str]) -> None:
 
 
 def _moved(run: str, own: DataConfig, root: str) -> data.DataSplits | None:
-    """The images in `root`, if they are those that a run has finished on."""
+    """The images in `root`, if they are the run's images moved there."""
     folder, moved = training.RunFolder(run), dataclasses.replace(own, root=root)
     with contextlib.suppress(UserError):
         splits = data.open_data(moved, folder.read_config().seed, folder.recorded_classes())
@@ -246,7 +246,7 @@ def _moved(run: str, own: DataConfig, root: str) -> data.DataSplits | None:
 
 
 def _by_class(predictions: Predictions) -> list[str]:
-    """Recall and precision of each class, and the confusion matrix, of the least recalled ones."""
+    """Recall, precision and confusion matrix of the classes with the lowest recall."""
     rows = predictions.per_class()
 
     def percent(number: int, of: str) -> float | None:
@@ -265,7 +265,7 @@ def _by_class(predictions: Predictions) -> list[str]:
         [names[n], *(count or "" for count in row)]
         for n, row in zip(shown, predictions.confusion(shown).tolist(), strict=True)
     ]
-    left = f"; the {len(shown)} least recalled of {len(held)} classes" * (len(shown) < len(held))
+    left = f"; shown: lowest recall, {len(shown)} of {len(held)} classes" * (len(shown) < len(held))
     never = predictions.never
     return [
         "",
@@ -278,19 +278,17 @@ def _by_class(predictions: Predictions) -> list[str]:
 
 
 def explore(arguments: Sequence[str]) -> None:
-    """Write one self-contained HTML page: click a patch of an image and see what every head of
-    every layer looks at, by content, by position, and mixed; up to four models side by side.
-    With --live the page computes the models itself: draw a digit, move gates and locality. Images
-    that cannot be read are named, and left out.
+    """Write a self-contained HTML page: click a patch of an image to see the content, position
+    and mixed attention of all layers and heads, for up to four models side by side. With --live
+    the page runs the models itself: draw a digit, change gates and locality. Images that cannot be
+    read are reported and skipped.
     """
     parser = Parser("explore", explore.__doc__)
     parser.add_model("models", nargs="+", help=f"each a {MODEL}")
     parser.add("--images", None, _IMAGES, nargs="+")
-    parser.add("--count", None, "how many images at most, 8 or live 20 unless given", checks.Count)
-    parser.add("--live", False, "a page that computes small DeiT and ConViT itself")
-    parser.add(
-        "--output", None, "the file to write; explorer.html or live.html in the run unless given"
-    )
+    parser.add("--count", None, "maximum number of images; 8 by default, 20 live", checks.Count)
+    parser.add("--live", False, "a page that runs small DeiT and ConViT models in the browser")
+    parser.add("--output", None, "file to write; explorer.html or live.html in the run by default")
     parser.add_overwrite()
     options = parser.read(arguments)
     page_name = "live.html" if options.live else "explorer.html"
@@ -315,18 +313,18 @@ def explore(arguments: Sequence[str]) -> None:
 
 
 def serve(arguments: Sequence[str]) -> None:
-    """Serve a page on which one drops an image, or takes one, and sees its classes and what
-    every head looks at; POST an image to /predict for JSON (described at /openapi.json).
-    Reached from this machine alone unless --host says otherwise.
+    """Serve a web page that classifies images and shows the attention of all heads; POST an image
+    to /predict for JSON (reference at /openapi.json). Accepts connections from this machine only,
+    unless --host is given.
     """
     parser = Parser("serve", serve.__doc__)
     parser.add_model("model")
-    parser.add("--host", "127.0.0.1", "address to listen at; 0.0.0.0 is every one of the machine")
+    parser.add("--host", "127.0.0.1", "address to listen on; 0.0.0.0 for all of this machine's")
     port = Annotated[int, Meta(ge=0, le=65535)]
-    parser.add("--port", 8000, "port; 0 takes a free one", port)
-    hosts = "names that it is reached by beside this machine's own; '*' is any"
+    parser.add("--port", 8000, "port; 0 for any free one", port)
+    hosts = "further host names of this server; '*' allows any"
     parser.add_argument("--hosts", nargs="+", default=None, help=hosts)
-    parser.add("--title", None, "of the page; its classes unless given")
+    parser.add("--title", None, "title of the page; its classes by default")
     options = parser.read(arguments)
 
     given = GivenModel(options.model, options)
@@ -349,19 +347,19 @@ def figure(arguments: Sequence[str]) -> None:
     parser.add_argument("name", help=", ".join(FIGURES))
     parser.add_model("sources", nargs="+", help="run folders, models, or images")
     parser.add("--images", None, _IMAGES, nargs="+")
-    parser.add("--count", 100, "how many images at most")
-    parser.add("--layers", None, "such as [2,10]", tuple[int, ...] | None)
-    parser.add("--heads", 4, "how many heads of each layer")
-    where = "where to look from, as fractions of height and width"
+    parser.add("--count", 100, "maximum number of images")
+    parser.add("--layers", None, "layers to draw, such as [2,10]", tuple[int, ...] | None)
+    parser.add("--heads", 4, "heads per layer")
+    where = "query position, as fractions of height and width"
     parser.add("--place", (0.5, 0.5), where, tuple[float, float])
-    parser.add("--output", None, "path without suffix; the name unless given")
+    parser.add("--output", None, "path without suffix; the figure's name by default")
     parser.add_overwrite()
     options = parser.read(arguments)
     chosen = lookup("figure", options.name, FIGURES)
     takes = chosen.takes
     of_models = "images layers heads variant entry set"
     unused = {"runs": f"place count {of_models}", "images": of_models, "models": ""}[takes]
-    parser.refuse(unused, f"does nothing for {options.name}, drawn from {takes}")
+    parser.refuse(unused, f"has no effect on {options.name}, drawn from {takes}")
 
     if takes == "models":
         options.sources = [GivenModel(source, options) for source in options.sources]
@@ -399,17 +397,19 @@ def _draw(figure: NamedFigure, options: Any) -> Figure:
 def _shown(
     given: list[str] | None, model: GivenModel | None, count: int
 ) -> list[tuple[str, str, Image.Image]]:
-    """The images that are given, or else those of the model's run, with names of each one's file
-    and class, which is the folder that it is in."""
+    """The given images, else those of the model's run: (file name, class, image).
+
+    The class of a given image is the name of its folder.
+    """
     if given is None and model is not None:
         if model.kind != "run":
-            raise UserError(f"{model.what} is no run folder with images of its own; give --images")
+            raise UserError(f"{model.what} is not a run folder and has no images; give --images")
         from locality.analysis.pictures import run_images
 
         return run_images(model.what, count)
     files = list(image_files(given or []))
     places, labels = np.unique([str(file.parent) for file in files], return_inverse=True)
-    if len(places) > 1:  # one of each class's folder in turn
+    if len(places) > 1:  # round robin over class folders
         from locality.analysis.pictures import round_robin_indices
 
         files = [files[index] for index in round_robin_indices(labels, len(files))]
@@ -418,29 +418,29 @@ def _shown(
     decoding = DEFAULT_DECODING if model is None else model.decoding
     images = list(islice(_read_images(files, decoding, read, bad), count))
     if left := len(files) - len(read) - len(bad):
-        say(f"{left} more images are left out; --count {len(files)} takes all")
+        say(f"{left} more images are not used; --count {len(files)} uses all")
     _report_unreadable(bad, files)
     named = ((short_name(file), file.absolute().parent.name) for file in read)
     return [(*names, image) for names, image in zip(named, images, strict=True)]
 
 
 def folders(arguments: Sequence[str]) -> int:
-    """`data check FOLDER` decodes every image and lists damaged files, empty or mismatched
-    classes, images that are both in train and val, and sizes.
+    """`data check FOLDER` decodes all images and reports damaged files, empty or mismatched
+    classes, images in both train and val, and sizes.
 
     Returns:
-        1 if it found a fault.
+        1 if it found a problem.
     """
     parser = Parser("data", folders.__doc__)
     parser.add_argument("task", help="check")
     parser.add_argument(
         "folder", nargs="?", default=None, help="with train/ and val/, or one folder per class"
     )
-    parser.add("--dataset", None, "folder, or table with a labels.csv, unless given")
-    parser.add("--allow_outside", False, "read images outside of the folder of a table")
-    parser.add("--grey_bits", 16, "bits that 16-bit greys use, as --data.grey_bits of the run")
-    parser.add("--workers", None, "processes", checks.Count)
-    parser.add("--quiet", False, "no progress bar")
+    parser.add("--dataset", None, "by default table if there is a labels.csv, else folder")
+    parser.add("--allow_outside", False, "read images outside of the table's folder")
+    parser.add("--grey_bits", 16, "bits used by 16-bit grey images, as --data.grey_bits")
+    parser.add("--workers", None, "number of processes", checks.Count)
+    parser.add("--quiet", False, "print no progress bar")
     options = parser.read(arguments)
     if options.task != "check":
         raise unknown("task of `locality data`", options.task, ["check"])

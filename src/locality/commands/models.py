@@ -1,4 +1,4 @@
-"""`locality models`, `convert`, `export` and `benchmark`: what there is, in any form, how fast."""
+"""`locality models`, `convert`, `transform`, `export` and `benchmark`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from locality.models.variants import FAMILY_NAMES, PREFIX, VARIANTS, matching, v
 
 
 def architectures(arguments: Sequence[str]) -> None:
-    """List the models: parameters, multiply-accumulates, image size."""
+    """List models with parameters, multiply-accumulates and image size."""
     parser = Parser("models", architectures.__doc__)
     text = "part of a name, or a pattern: 'convit_*'"
     parser.add_argument("filter", nargs="?", default="", help=text)
-    parser.add("--family", None, "only one of: convit, deit, cvt")
+    parser.add("--family", None, "only this family: convit, deit or cvt")
     parser.add("--pretrained", False, "list public weights instead")
     parser.add("--json", False, "print JSON")
     options = parser.read(arguments)
@@ -73,8 +73,8 @@ def _pretrained(options: Any) -> list[dict[str, object]]:
 
 
 def convert(arguments: Sequence[str]) -> None:
-    """Read a model, weights of any known format, recognised from the names of their tensors,
-    and write it in another. Nothing in a pickled file is ever executed.
+    """Convert weights to another format. The source format is detected from the tensor names;
+    no code in pickled files is executed.
     """
     parser = Parser("convert", convert.__doc__)
     parser.add_model("source")
@@ -90,24 +90,24 @@ def convert(arguments: Sequence[str]) -> None:
 
 
 def transform(arguments: Sequence[str]) -> None:
-    """Save a convolutional network of timm's with gated positional attention in the place of
-    some of its k×k convolutions. It computes the same function, up to about e^-alpha.
+    """Replace some k×k convolutions of a timm CNN by gated positional attention and save it.
+    It computes the same function, up to about e^-alpha.
     """
     parser = Parser("transform", transform.__doc__)
     parser.add_model("model")
     parser.add_argument("output", help="folder to save the model in")
-    parser.add("--weights", None, "of timm/NAME, a state dict in the place of timm's own weights")
-    parser.add("--random", False, "of timm/NAME, random weights in the place of timm's own")
-    parser.add("--layers", "stage4", "a stage, names with commas, the last n, or all")
-    parser.add("--alpha", None, "α of the layers, 7 unless given, or exact", _ALPHA)
-    parser.add("--gating", None, "λ of the layers' gates, above 0; 1 unless given", checks.Positive)
+    parser.add("--weights", None, "for timm/NAME: a state dict instead of timm's weights")
+    parser.add("--random", False, "for timm/NAME: random instead of timm's weights")
+    parser.add("--layers", "stage4", "a stage, comma-separated names, the last n, or all")
+    parser.add("--alpha", None, "α of the layers: a number or exact; 7 by default", _ALPHA)
+    parser.add("--gating", None, "λ of the gates, above 0; 1 by default", checks.Positive)
     parser.add_overwrite()
     options = parser.read(arguments)
     if not options.model.startswith(PREFIX):
-        parser.refuse("weights random", "is for a network by its name, timm/NAME")
+        parser.refuse("weights random", "needs a model named timm/NAME")
         given = GivenModel(options.model, options)
     elif options.weights is not None:
-        parser.refuse("random", "does nothing beside --weights")
+        parser.refuse("random", "has no effect with --weights")
     if not options.overwrite:
         check_new_folder(Path(options.output))
 
@@ -127,7 +127,7 @@ def transform(arguments: Sequence[str]) -> None:
     after = locality.transform(before, options.layers, **starts)
     locality.save(after, options.output, **about)
     rows = [["before", *_costs(before).values()], ["after", *_costs(after).values()]]
-    print(f"attention computes {', '.join(select_convolutions(before, options.layers))}\n")
+    print(f"replaced by attention: {', '.join(select_convolutions(before, options.layers))}\n")
     print(table(rows, ["", "params (M)", "GMACs"]))
     print(
         f"\n{options.output}: train it with --model.name timm/{after.config.name} "
@@ -139,8 +139,8 @@ _ALPHA = float | Literal["exact"] | None
 
 
 def export(arguments: Sequence[str]) -> None:
-    """Write a model as an ONNX graph or a torch.export program, for any batch size (and any
-    image size, where the model takes any).
+    """Export a model as an ONNX graph or a torch.export program with dynamic batch size (and
+    image size, if the model supports any).
     """
     parser = Parser("export", export.__doc__)
     parser.add_model("model")
@@ -164,26 +164,26 @@ def export(arguments: Sequence[str]) -> None:
 
 
 def benchmark(arguments: Sequence[str]) -> None:
-    """Images per second of inference and of a training step, what the backward pass keeps and a
-    GPU's peak memory, beside a peer with equal weights; contenders take turns in one process.
+    """Measure images per second of inference and training, activation memory and peak GPU memory,
+    against another implementation with equal weights, interleaved in one process.
     """
     parser = Parser("benchmark", benchmark.__doc__)
     parser.add_model("models", nargs="*", default=[], help=f"name of an architecture, or {MODEL}")
     parser.add("--against", "timm", "timm or transformers", Literal["timm", "transformers"])
-    parser.add("--img_size", None, "pixels; the model's unless given", checks.Count)
+    parser.add("--img_size", None, "pixels; the model's by default", checks.Count)
     parser.add("--batch_size", 8, "images per call")
     parser.add("--precision", "fp32", "fp32, or bf16 for autocast", Literal["fp32", "bf16"])
-    parser.add("--compiled", False, "by torch.compile")
-    parser.add("--rounds", 11, "how often each contender is timed; medians are reported")
-    parser.add("--threads", None, "of the processor", checks.Count)
+    parser.add("--compiled", False, "use torch.compile")
+    parser.add("--rounds", 11, "timings per implementation; medians are reported")
+    parser.add("--threads", None, "CPU threads", checks.Count)
     parser.add("--device", "auto", "auto, cpu or cuda", Literal["auto", "cpu", "cuda"])
-    parser.add("--output", None, "write JSON here as well")
+    parser.add("--output", None, "also write JSON to this file")
     parser.add_overwrite()
     options = parser.read(arguments)
     if not options.models:
-        raise UserError("give the models to measure; `locality models` lists them")
+        raise UserError("no models given; `locality models` lists them")
     if all(name in VARIANTS for name in options.models):
-        parser.refuse("variant entry set", "is for weights, and none are given")
+        parser.refuse("variant entry set", "applies to weights, but none are given")
     check_parent(options.output)
     check_output(options.output, _MEASURED, options.overwrite)
 
@@ -207,7 +207,7 @@ def benchmark(arguments: Sequence[str]) -> None:
 _ASKED = {
     *("against", "img_size", "batch_size", "precision", "compiled", "rounds", "threads", "device")
 }
-# How the file of `--output` begins.
+# First bytes of an `--output` file.
 _MEASURED = b'[\n  {\n    "model": "'
 
 

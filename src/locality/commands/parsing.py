@@ -1,4 +1,4 @@
-"""Reading options: argparse on the typed settings, with errors for the reader."""
+"""Option parsing: argparse for typed settings, with one-sentence errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from locality.commands import MODEL
 from locality.errors import UserError, near
 from locality.settings import Setting, flatten, parse, settings_of, to_dict
 
-# The settings that --help shows; --help.all shows the others as well.
+# Settings shown by --help; --help.all shows all.
 _FIRST = (
     *("model.name", "model.depth", "model.locality_strength", "model.gating_init"),
     *("model.kv_stride", "data.dataset", "data.root", "data.fraction", "optim.lr"),
@@ -26,15 +26,15 @@ _FIRST = (
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser without abbreviations, whose errors are one sentence.
+    """An argument parser without abbreviations and with one-sentence errors.
 
     Args:
-        command: its name.
-        text: what it does, of which the first paragraph is shown: a function's docstring.
+        command: name of the command.
+        text: its function's docstring, whose first paragraph is the description.
 
     Attributes:
-        given: the options that the command line gave, by name, without defaults.
-        settings: of those, the ones of `add_settings`.
+        given: options given on the command line, by name, without defaults.
+        settings: the given options that were added by `add_settings`.
     """
 
     def __init__(self, command: str, text: str | None) -> None:
@@ -52,10 +52,10 @@ class Parser(argparse.ArgumentParser):
         self.settings: dict[str, Any] = {}
 
     def add(self, name: str, default: Any, help: str, type: Any = None, **how: Any) -> None:
-        """Add an option that takes one value, or is a switch (False).
+        """Add an option with one value, or a switch if the default is False.
 
-        Without a `type` it takes text, or from 1 on whole numbers if its default is one; `how`
-        goes to argparse.
+        Without `type`, the value is a string, or a positive integer if the default is an integer;
+        `how` is passed to argparse.
         """
         if default is False:
             how |= {"action": "store_true"}
@@ -74,13 +74,13 @@ class Parser(argparse.ArgumentParser):
         others: Mapping[str, Setting] = {},
         short: Mapping[str, str] = {},
     ) -> None:
-        """Add an option for each setting of a configuration, whose values are the defaults.
+        """Add an option for each setting of a configuration, with its value as the default.
 
         Args:
             config: a configuration dataclass.
-            group: what comes before the names of the options.
-            skip: groups to leave out.
-            others: settings beside the configuration's own, such as an architecture's.
+            group: prefix of the option names.
+            skip: groups to omit.
+            others: further settings, such as an architecture's.
             short: short options by dotted name.
         """
         values, known = flatten(to_dict(config), 1), settings_of(type(config))
@@ -92,25 +92,25 @@ class Parser(argparse.ArgumentParser):
                 self._settings.add(option)
                 how = _typed(option, setting.hint)
                 if name not in known:
-                    how["type"] = _typed(option, Any)["type"]  # as written, which identifies runs
+                    how["type"] = _typed(option, Any)["type"]  # digests use it as written
                 help = _explained(setting.text, default)
                 self.add_argument(*flags, dest=option, default=SUPPRESS, help=help, **how)
 
     def add_model(self, name: str, **how: Any) -> None:
-        """Add an argument that names a model, and the options that `GivenModel` reads."""
+        """Add an argument that names a model, and the options of `GivenModel`."""
         self.add_argument(name, **({"help": MODEL} | how))
-        self.add("--variant", None, "architecture, if the weights do not tell")
-        self.add("--entry", None, "which state dict, if a file has several")
-        text = "a setting of the model, where the weights do not tell it: kv_stride=1"
+        self.add("--variant", None, "architecture, if the weights do not record it")
+        self.add("--entry", None, "state dict to load, if a file has several")
+        text = "a model setting that the weights do not record: kv_stride=1"
         self.add("--set", [], text, action="append", metavar="NAME=VALUE", type=_assigned)
 
     def add_overwrite(self) -> None:
-        """Add the option to replace a file that the command did not write."""
-        text = "replace what is there, even if this command did not write it"
+        """Add the option to replace files that the command did not write."""
+        text = "replace an existing output, even if this command did not write it"
         self.add("--overwrite", False, text)
 
     def read(self, arguments: Sequence[str]) -> Namespace:
-        """The options in `arguments`."""
+        """Parse `arguments`."""
         options = self._options()
         places = [action for action in self._actions if not action.option_strings]
         shown = [f"[{each.dest}]" if each.nargs in ("?", "*") else each.dest for each in places]
@@ -120,7 +120,7 @@ class Parser(argparse.ArgumentParser):
             raise SystemExit(0)
         if self._settings:
             self._shorten("--help.all" in arguments)
-        for word in arguments:  # settings of an architecture that is not known here
+        for word in arguments:  # settings of an unknown architecture
             name = word.partition("=")[0].removeprefix("--")
             if name.startswith("model.") and name not in options and "model.name" in options:
                 self._settings.add(name)
@@ -140,7 +140,7 @@ class Parser(argparse.ArgumentParser):
         return Namespace(**self._values | vars(found))
 
     def refuse(self, options: str, why: str) -> None:
-        """Refuse options, names separated by spaces, that would do nothing, and say why."""
+        """Raise an error if one of `options` (names separated by spaces) was given."""
         flags = self._option_string_actions
         if found := [name for name in options.split() if self.given.get(name) is not None]:
             named = [f"--{n}" if f"--{n}" in flags else str(self.given[n]) for n in found]
@@ -150,7 +150,7 @@ class Parser(argparse.ArgumentParser):
         raise argparse.ArgumentError(None, message)
 
     def _options(self) -> dict[str, argparse.Action]:
-        """The options by name, without dashes."""
+        """Options by name, without dashes."""
         return {
             flag[2:]: action
             for flag, action in self._option_string_actions.items()
@@ -158,7 +158,7 @@ class Parser(argparse.ArgumentParser):
         }
 
     def _shorten(self, everything: bool) -> None:
-        """Leave settings in groups, but for the first ones, to `--help.all`."""
+        """Hide settings in groups, except the main ones, unless `--help.all` is given."""
         others = [name for name in self._values if "." in name and name not in _FIRST]
         for name in [] if everything else others:
             self._options()[name].help = SUPPRESS
@@ -167,9 +167,9 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--help.all", action="help", help=f"show all settings: {listed}")
 
     def _unknown(self, word: str) -> UserError:
-        """The error for a word that is no option: a name like it, or what its text says."""
+        """The error for an unknown option, with similar options as a hint."""
         if not word.startswith("-"):
-            return UserError(f"'{word}' is one word too many; see {self.prog} --help")
+            return UserError(f"unrecognized argument '{word}'; see {self.prog} --help")
         name = word.lstrip("-").partition("=")[0]
         found = " or ".join(f"--{each}" for each in near(name, self._texts, self._texts))
         hint = f"did you mean {found}?" if found else f"see {self.prog} --help"
@@ -177,7 +177,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _typed(name: str, hint: Any) -> dict[str, Any]:
-    """How argparse is to read a value of a type, and what it calls it."""
+    """argparse keywords to parse and name a value of a type."""
 
     def read(text: str) -> Any:
         try:
@@ -191,10 +191,10 @@ def _typed(name: str, hint: Any) -> dict[str, Any]:
 
 
 def _assigned(word: str) -> tuple[str, Any]:
-    """The name and the value, as YAML has it, of NAME=VALUE."""
+    """Parse NAME=VALUE, with a YAML value."""
     name, equals, value = word.partition("=")
     if not equals or not name.strip():
-        raise argparse.ArgumentTypeError(f"it is '{word}'; give NAME=VALUE, such as kv_stride=1")
+        raise argparse.ArgumentTypeError(f"got '{word}', expected NAME=VALUE, such as kv_stride=1")
     return name.strip(), _typed(f"--set {name}", Any)["type"](value)
 
 
@@ -204,12 +204,12 @@ def _explained(text: str, default: Any) -> str:
 
 
 def first_word(arguments: Sequence[str]) -> str | None:
-    """What a command is about, which is written first."""
+    """The first argument, unless it is an option."""
     return arguments[0] if arguments and not arguments[0].startswith("-") else None
 
 
 def peek(arguments: Sequence[str], *flags: str) -> str | None:
-    """The last value of an option by one of its names, before the options are read."""
+    """The last value of an option by one of its names, before parsing."""
     given = None
     for word, following in zip(arguments, [*arguments[1:], None], strict=False):
         flag, equals, value = word.partition("=")

@@ -1,4 +1,4 @@
-"""`locality report` and `compare`: pages of what runs came to."""
+"""`locality report` and `compare`: HTML pages from runs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from locality.training.config import run_folders
 
 
 def report(arguments: Sequence[str]) -> int:
-    """Write one self-contained HTML page from finished runs: accuracy with intervals over
-    seeds, learning curves, gates, nonlocality and attention. Recomputes nothing; `--record`
-    first measures the runs that were not measured yet.
+    """Write a self-contained HTML page from finished runs: accuracy with intervals over
+    seeds, learning curves, gates, nonlocality and attention. Uses recorded files only; `--record`
+    first measures runs that were not measured yet.
 
     Returns:
-        1 if there are runs that cannot be read.
+        1 if some runs cannot be read.
     """
     parser = Parser("report", report.__doc__)
-    parser.add_argument("runs", nargs="+", help="run folders, or folders that hold them")
-    parser.add("--output", None, "the file to write; report.html in the folder unless given")
+    parser.add_argument("runs", nargs="+", help="run folders, or folders of run folders")
+    parser.add("--output", None, "file to write; report.html in the folder by default")
     parser.add("--record", False, "measure unmeasured runs first")
     parser.add_overwrite()
     options = parser.read(arguments)
@@ -50,11 +50,11 @@ def report(arguments: Sequence[str]) -> int:
         except (UserError, OSError) as error:
             bad.append(one_line(error))
     for folder in unfinished:
-        say(f"{folder} is left out: it is not finished")
+        say(f"{folder} is skipped: it has not finished")
     if bad and not finished:
         raise UserError("; ".join(bad))
     for sentence in bad:
-        say(f"left out: {sentence}")
+        say(f"skipped: {sentence}")
     if options.record:
         from locality.analysis.recording import record_missing
 
@@ -65,36 +65,36 @@ def report(arguments: Sequence[str]) -> int:
 
 
 def compare(arguments: Sequence[str]) -> int:
-    """Train several models on your images, alike in recipe and budget, over seeds or folds and
-    on parts of the images, and write a page that says which is most accurate, and how sure that
-    is. The same command resumes. From scratch: convit_nano, deit_nano, cvt_nano and a small ResNet
-    of timm's, unless --models names others.
+    """Compare models on your images: train them with one recipe and equal time, over seeds or
+    folds and on fractions of the images, and write a page with accuracies and significant
+    differences. The same command resumes. By default trains convit_nano, deit_nano, cvt_nano and
+    a small timm ResNet from scratch.
 
     Returns:
         1 if a run failed.
     """
     parser = Parser("compare", compare.__doc__)
     parser.add_argument("images", help="folder of images by class, or a labels.csv")
-    parser.add("--models", None, "names with commas; with --pretrained, weights")
-    parser.add("--pretrained", False, "fine-tune public weights, those that can be had")
-    parser.add("--minutes", None, "for everything; 10 unless given", checks.Positive)
-    parser.add("--steps", None, "of every run, in the place of --minutes", checks.Count)
-    parser.add("--seeds", None, "runs of each model and part; 3 unless given", checks.Count)
-    text = "in the place of --seeds: evaluate on each of k parts"
+    parser.add("--models", None, "comma-separated names; weights with --pretrained")
+    parser.add("--pretrained", False, "fine-tune public weights, skipping unavailable ones")
+    parser.add("--minutes", None, "total time; 10 by default", checks.Positive)
+    parser.add("--steps", None, "steps per run, instead of --minutes", checks.Count)
+    parser.add("--seeds", None, "runs per model and fraction; 3 by default", checks.Count)
+    text = "k-fold cross-validation instead of --seeds"
     parser.add("--folds", None, text, checks.Count)
-    parser.add("--fractions", None, "of the training images, with commas; 1 unless given")
-    parser.add("--img_size", None, "pixels, from scratch; 32 unless given", checks.Count)
-    parser.add("--output", None, "folder for runs and page; runs/compare/… unless given")
-    parser.add("--jobs", 2, "runs at a time")
-    parser.add("--threads", None, "threads per run", checks.Count)
+    parser.add("--fractions", None, "comma-separated fractions of the images; 1 by default")
+    parser.add("--img_size", None, "pixels, from scratch; 32 by default", checks.Count)
+    parser.add("--output", None, "folder for runs and page; runs/compare/… by default")
+    parser.add("--jobs", 2, "number of parallel runs")
+    parser.add("--threads", None, "CPU threads per run", checks.Count)
     parser.add("--executor", "local", "local or submitit")
-    parser.add("--dry_run", False, "runs and time; no start")
-    parser.add("--quiet", False, "no progress")
+    parser.add("--dry_run", False, "print runs and time without starting")
+    parser.add("--quiet", False, "print no progress")
     options = parser.read(arguments)
     given = parser.given
     for one, other in (("minutes", "steps"), ("seeds", "folds"), ("pretrained", "img_size")):
         if one in given and other in given:
-            raise UserError(f"--{one} and --{other} exclude each other; give one of them")
+            raise UserError(f"--{one} and --{other} exclude each other; give only one")
     data = images_at(Path(options.images))
     chosen = {name: given[name] for name in _CHOSEN if name in given}
     chosen |= {"minutes": None} if options.steps else {}

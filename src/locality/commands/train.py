@@ -1,4 +1,4 @@
-"""`locality train`, `recipes` and `demo`; `locality.fit` is `train` in Python."""
+"""`locality train`, `finetune`, `recipes` and `demo`; `locality.fit` is `train` in Python."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _ONLY_FOR_IMAGES = "is for a custom dataset: locality train FOLDER"
 
-# What people type most, in short.
+# Short options of frequent settings.
 SHORT = {
     "model.name": "--model",
     "model.entry": "--entry",
@@ -44,10 +44,10 @@ SHORT = {
 
 
 def train(arguments: Sequence[str], command: str = "train") -> None:
-    """Train a model, or resume the run in a folder. Of a folder of images or a labels.csv, model
+    """Train a model, or resume the run in a folder. For a folder of images or a labels.csv, model
     and settings are chosen for the images and this machine; `locality finetune IMAGES --from
-    WEIGHTS` starts from weights, with the same options. Otherwise the recipe (default: digits)
-    gives every value; change any of them by name, or several with --config FILE.yaml.
+    WEIGHTS` starts from weights, with the same options. Otherwise a recipe (default: digits) sets
+    all values; override them by name or with --config FILE.yaml.
     """
     config, options = read_run(arguments, command)
     if options.print_config:
@@ -74,9 +74,9 @@ def train(arguments: Sequence[str], command: str = "train") -> None:
 
 
 def _train(config: RunConfig, folder: Path, quiet: bool, fit: Any = None) -> None:
-    """Train a run, and record and print what pixels alone reach on its images.
+    """Train a run, then record and print the pixel baselines on its images.
 
-    It is also printed before the run where its settings were chosen here: it is what to expect.
+    They are also printed before a run with automatically chosen settings.
     """
     from locality.analysis import baselines
 
@@ -99,7 +99,7 @@ def _train(config: RunConfig, folder: Path, quiet: bool, fit: Any = None) -> Non
 
 
 def _closing(folder: Path, result: dict[str, Any], baselines: str) -> list[str]:
-    """What a run came to, where it lies, and what to type next."""
+    """The summary printed after a run: results, folder and next commands."""
     predictions = training.RunFolder(folder).predictions()
     kept, last = result.get("best_step", result["steps"]), result["steps"]
     lines = [
@@ -112,8 +112,8 @@ def _closing(folder: Path, result: dict[str, Any], baselines: str) -> list[str]:
     lines.append(f"folder    {folder}")
     if kept < last:
         lines[-1] += (
-            f", opened with the weights of step {kept:,}, the best evaluation, which flatters "
-            f"them; those of step {last:,} are its checkpoints/last.ckpt"
+            f", opened with the weights of step {kept:,}, the best evaluation (an optimistic "
+            f"estimate); the weights of step {last:,} are in checkpoints/last.ckpt"
         )
     run, image = shlex.quote(str(folder)), Path(predictions.paths[0])
     use = f"predict {run} {shlex.quote(str(image))}" if image.is_file() else f"eval {run}"
@@ -122,18 +122,17 @@ def _closing(folder: Path, result: dict[str, Any], baselines: str) -> list[str]:
 
 
 def finetune(arguments: Sequence[str]) -> None:
-    """Train a model on a folder of images or a labels.csv from weights: --from WEIGHTS, short for
+    """Fine-tune weights on a folder of images or a labels.csv: --from WEIGHTS, short for
     --model.weights, takes a run folder, a file, a public name, or timm/NAME. Learning rates,
-    augmentation and length are chosen for the images; the other options are those of
-    `locality train`.
+    augmentation and length are chosen for the images; other options as in `locality train`.
     """
     train(arguments, "finetune")
 
 
 def read_run(arguments: Sequence[str], command: str = "train") -> tuple[RunConfig, Any]:
-    """The configuration and the other options that `arguments` ask for.
+    """The configuration and the other options given by `arguments`.
 
-    The recipe gives every value; files of `--config` and then dotted names change some.
+    The recipe sets all values; `--config` files and then dotted names override them.
     """
     word = first_word(arguments)
     shown = "digits" if word is None else word if word in RECIPES else "photos"
@@ -141,29 +140,29 @@ def read_run(arguments: Sequence[str], command: str = "train") -> tuple[RunConfi
     parser = Parser(command, (finetune if command == "finetune" else train).__doc__)
     text = f"a folder of images, a labels.csv, or a recipe: {', '.join(RECIPES)}"
     parser.add_argument("what", nargs="?", help=text)
-    text = "YAML file with settings, such as the config.yaml of a run"
+    text = "YAML file with settings, such as a run's config.yaml"
     parser.add("--config", [], text, action="append")
-    parser.add("--output", None, "run folder; runs/… unless given")
-    parser.add("--resume", None, "run folder, to go on with its own settings and no others")
-    parser.add("--print_config", False, "print every setting as YAML, for --config; no start")
-    text = "how long a run on a custom dataset may take; 10 unless given"
+    parser.add("--output", None, "run folder; runs/… by default")
+    parser.add("--resume", None, "run folder to resume with its settings")
+    parser.add("--print_config", False, "print all settings as YAML, for --config, and exit")
+    text = "time limit of a run on a custom dataset; 10 by default"
     parser.add("--minutes", None, text, checks.Positive)
-    parser.add("--dry_run", False, "check everything, print the cost")
-    text = "speed for --dry_run's hours; measured here unless given"
+    parser.add("--dry_run", False, "check everything, print the cost and exit")
+    text = "speed for --dry_run's estimate; measured here by default"
     parser.add("--images_per_second", None, text, checks.Positive)
-    parser.add("--record", False, "measure locality before and after, and of every snapshot")
-    parser.add("--quiet", False, "print nothing while training")
+    parser.add("--record", False, "measure attention before and after training, and of snapshots")
+    parser.add("--quiet", False, "print nothing during training")
     model = peek(arguments, "--model", "--model.name") or base.model.name
     short = SHORT | ({"model.weights": "--from"} if command == "finetune" else {})
     parser.add_settings(base, skip={"recipe"}, others=model_settings(model), short=short)
     options = parser.read(arguments)
     if not options.dry_run:
-        parser.refuse("images_per_second", "is for the hours that --dry_run estimates")
+        parser.refuse("images_per_second", "needs --dry_run")
     else:
-        parser.refuse("record quiet", "does nothing beside --dry_run")
+        parser.refuse("record quiet", "has no effect with --dry_run")
 
     if options.resume is not None:
-        parser.refuse("what config output minutes", "does nothing beside --resume")
+        parser.refuse("what config output minutes", "has no effect with --resume")
         folder = Path(options.resume)
         if not folder.exists():
             raise missing(folder)
@@ -177,7 +176,7 @@ def read_run(arguments: Sequence[str], command: str = "train") -> tuple[RunConfi
     labelled = str(given.get("recipe"))
     name = asked if asked else labelled if labelled in RECIPES else "digits"
     if asked and "recipe" in given and labelled != name:
-        raise UserError(f"give one recipe: '{name}', or '{labelled}' of {options.config[-1]}")
+        raise UserError(f"two recipes given: '{name}', and '{labelled}' in {options.config[-1]}")
     given |= parser.settings
     new = options.minutes, options.output, options.quiet
     config, options.output, options.fit = resolve(name, given, *new)
@@ -185,11 +184,11 @@ def read_run(arguments: Sequence[str], command: str = "train") -> tuple[RunConfi
 
 
 def what_to_train(word: str | None, finetune: bool) -> tuple[str | None, dict[str, Any]]:
-    """The recipe that is asked for, and the settings of the images that are.
+    """The requested recipe, and the settings of the given images.
 
     Args:
-        word: a recipe, or the path of images; None is neither.
-        finetune: from weights.
+        word: a recipe, the path of images, or None.
+        finetune: start from weights.
     """
     named = "finetune" if finetune else None
     if word is None:
@@ -199,9 +198,9 @@ def what_to_train(word: str | None, finetune: bool) -> tuple[str | None, dict[st
     if is_path or (is_folder and word in CUSTOM_DATA_RECIPES):
         return named or "photos", images_at(Path(word))
     if named not in (None, word):
-        raise UserError(f"fine-tuning is a recipe, and so is {word}; give images in its place")
+        raise UserError(f"finetune does not take another recipe ({word}); give images instead")
     if is_folder and not is_run_folder(word):
-        say(f"{word} is a recipe; to train on the folder of that name, write ./{word}")
+        say(f"using the recipe {word}; to train on the folder of that name, write ./{word}")
     return word, {}
 
 
@@ -212,26 +211,26 @@ def resolve(
     output: Path | str | None = None,
     quiet: bool = False,
 ) -> tuple[RunConfig, Path, AutoFit | None]:
-    """A new run, its folder, and what was chosen for it where it is on a custom dataset.
+    """A run's configuration and folder, and the settings chosen for a custom dataset, if any.
 
-    Of such images a run that has begun stays as it is: today the machine may be faster.
+    A run that has started keeps its chosen settings, even if the machine's speed has changed.
 
     Args:
-        name: of the recipe.
+        name: name of the recipe.
         given: settings by dotted name.
-        minutes: how long a run on a custom dataset may take, unless a length is given.
-        output: the folder; one in runs/ unless given.
-        quiet: say nothing of what is ignored.
+        minutes: time limit of a run on a custom dataset, unless its length is given.
+        output: the run folder; one in runs/ by default.
+        quiet: print no notes.
     """
     on_images = name in CUSTOM_DATA_RECIPES and given.get("data.root") is not None
     if minutes is not None and not on_images:
         raise UserError(f"--minutes {_ONLY_FOR_IMAGES}")
     lengths = [key for key in ("schedule.steps", "schedule.epochs") if given.get(key) is not None]
     if lengths and minutes is not None:
-        raise UserError(f"--minutes and --{lengths[0]} exclude each other; give one of them")
+        raise UserError(f"--minutes and --{lengths[0]} exclude each other; give only one")
     weights = given.get("model.weights", recipe(name).model.weights)
     as_weights = on_images and weights is not None and "model.name" not in given
-    # The architecture that settings of the model are of is then only known from the weights.
+    # The architecture, and so its settings, are then only known after reading the weights.
     read = ("model.weights", "model.entry")
     named = {n: x for n, x in given.items() if n in read or not n.startswith("model.")}
     config = adjusted(name, named if as_weights else given)
@@ -247,7 +246,7 @@ def resolve(
         begun = read_config(folder)
         if output is not None and minutes is not None and not quiet:
             planned = f"{begun.schedule.length:g} {begun.schedule.unit}"
-            say(f"{folder} keeps the {planned} it was planned for; another --output starts anew")
+            say(f"{folder} keeps its schedule of {planned}; use another --output for a new run")
         return replace(begun, given), folder, None
     check_places(config, folder)
     from locality.training.autofit import autofit
@@ -260,7 +259,7 @@ def resolve(
 
 
 def resumed(run: Path, given: Mapping[str, Any]) -> RunConfig:
-    """The configuration of a run that goes on with some settings changed, but for its schedule."""
+    """The configuration of a resumed run with changed settings; its schedule cannot change."""
     begun = read_config(run)
     config, planned = replace(begun, given), begun.schedule
     if config.schedule != planned:
@@ -269,8 +268,8 @@ def resumed(run: Path, given: Mapping[str, Any]) -> RunConfig:
         also = f" (and {', '.join(others)})" if others else ""
         words = [word for name, value in given.items() for word in (f"--{name}", f"{value}")]
         raise UserError(
-            f"{run} was planned for {planned.length:g} {planned.unit}, and a run keeps "
-            f"its schedule{also}; to go on from its weights with another one, start a run: "
+            f"{run} was planned for {planned.length:g} {planned.unit}, and a resumed run keeps "
+            f"its schedule{also}; to continue from its weights with another one, start a new run: "
             f"locality train --config {run / 'config.yaml'} --model.weights {run} "
             f"--output {run}-longer {shlex.join(words)}"
         )
@@ -294,24 +293,24 @@ def fit(
     quiet: bool = False,
     **settings: Any,
 ) -> TrainedRun:
-    """Train as `locality train IMAGES` does: what is not given is chosen for images and machine.
+    """Train like `locality train IMAGES`; other settings are chosen for the images and machine.
 
-    A run lies in the folder that the command would give it. The same call again resumes what was
-    interrupted, and opens what has finished.
+    The run folder is the same as the command's. Calling again resumes an interrupted run and opens
+    a finished one.
 
     Args:
         images: a folder of images by class, a labels.csv, or the name of a recipe.
-        model: its name.
-        minutes: how long it may take, where neither epochs nor steps are given; 10 unless given.
-        weights: to start from, as `locality finetune IMAGES --from WEIGHTS`.
-        output: the run's folder.
+        model: name of the model.
+        minutes: time limit, unless epochs or steps are given; 10 by default.
+        weights: initial weights, like `locality finetune IMAGES --from WEIGHTS`.
+        output: the run folder.
         quiet: print nothing.
-        settings: of `RunConfig`, with `__` for the dot: `data__workers=2`, `seed=1`; and in short
-            epochs, steps, lr, batch, threads, data, fraction and entry.
+        settings: settings of `RunConfig` with `__` for the dot: `data__workers=2`, `seed=1`; short
+            names are epochs, steps, lr, batch, threads, data, fraction and entry.
 
     Raises:
-        UserError: for a setting that does not exist or fit, or images that cannot be used.
-        Interrupted, RunFailed: as `locality.training.train`.
+        UserError: an unknown or invalid setting, or images that cannot be used.
+        Interrupted, RunFailed: see `locality.training.train`.
     """
     short = {flag[2:]: name for name, flag in SHORT.items()}
     named = {"model": model, "model.weights": weights} | settings
@@ -335,7 +334,7 @@ def fit(
 def recipes(arguments: Sequence[str]) -> None:
     """List the training recipes, or show one in full."""
     parser = Parser("recipes", recipes.__doc__)
-    parser.add_argument("name", nargs="?", default=None, help="a recipe, to see all its values")
+    parser.add_argument("name", nargs="?", default=None, help="recipe to show in full")
     name = parser.read(arguments).name
     if name is None:
         width = max(map(len, RECIPES))
@@ -347,8 +346,8 @@ def recipes(arguments: Sequence[str]) -> None:
 
 def demo(arguments: Sequence[str]) -> int | None:
     """Train ConViT and its DeiT baseline on 5% and on all of scikit-learn's handwritten digits,
-    measure what their attention does, and write a report with the pictures, beside what pixels
-    alone reach. About two minutes on two cores; nothing is downloaded.
+    measure their attention, and write a report with attention maps and pixel baselines. Takes
+    about two minutes on two cores; nothing is downloaded.
 
     Returns:
         1 if a run failed.
@@ -356,9 +355,9 @@ def demo(arguments: Sequence[str]) -> int | None:
     parser = Parser("demo", demo.__doc__)
     parser.add("--output", "demo", "folder for the runs and report.html")
     parser.add("--seeds", 1, "runs of each model and fraction")
-    parser.add("--cvt", False, "train the CvT of that size as well")
-    parser.add("--steps", None, "updates; the recipe's unless given", checks.Count)
-    parser.add("--jobs", 2, "runs at a time")
+    parser.add("--cvt", False, "also train the CvT of this size")
+    parser.add("--steps", None, "optimizer steps; the recipe's by default", checks.Count)
+    parser.add("--jobs", 2, "number of parallel runs")
     options = parser.read(arguments)
 
     from locality.analysis.recording import record_missing
@@ -373,7 +372,7 @@ def demo(arguments: Sequence[str]) -> int | None:
     runs = []
     for seed, fraction, model in itertools.product(range(options.seeds), (0.05, 1.0), models):
         choices = {"model.name": model, "data.fraction": fraction, "seed": seed}
-        # Other images than those that chose the recipe, split anew for every seed.
+        # Not the images that the recipe was tuned on; a new split for each seed.
         choices |= {"data.part": (0.25, 1.0), "data.split_seed": seed}
         config = adjusted("digits", choices | length)
         name = f"{model}-{100 * fraction:g}pct-s{seed}"

@@ -1,4 +1,4 @@
-"""Figures from records: their look, curves, attention maps, charts; and the papers' by name."""
+"""Figures: style, curves, attention maps, charts, and the named figures of `locality figure`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NamedFigure:
-    """A figure with a name on the command line.
+    """A figure of `locality figure`.
 
     Attributes:
-        papers: the published figures that it draws.
-        takes: "runs" (measured run folders), "models" with images, or "images" alone.
+        papers: the published figures that it reproduces.
+        takes: its input: "runs" (measured run folders), "models" (with images), or "images".
         about: a description.
         function: MODULE:NAME in `locality.figures`.
     """
@@ -32,7 +32,7 @@ class NamedFigure:
 
     @property
     def draw(self) -> Callable[..., Figure]:
-        """The function; its first argument is what it `takes`, and images follow models."""
+        """The drawing function, called with (runs), (models, images) or (images)."""
         module, _, name = self.function.partition(":")
         return getattr(importlib.import_module(f"locality.figures.{module}"), name)
 
@@ -41,4 +41,4 @@ FIGURES: dict[str, NamedFigure] = {
     name: NamedFigure(**row)
     for name, row in read_yaml(Path(__file__).with_name("figures.yaml")).items()
 }
-"""What `locality figure` draws, by name."""
+"""Figures of `locality figure` by name."""

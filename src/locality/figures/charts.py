@@ -25,16 +25,16 @@ from locality.figures.style import (
     settings,
 )
 
-PANEL = (4.4, 3.1)  # inches: readable on a phone's width, two or three beside each other elsewhere
+PANEL = (4.4, 3.1)  # inches; readable on a phone
 
 
 def percent(fraction: float) -> str:
-    """A fraction as people write it: 5%, 0.5%."""
+    """A fraction in percent: 5%, 0.5%."""
     return f"{100 * fraction:g}%"
 
 
 def subset_label(fraction: float) -> str:
-    """That fraction of the training images, in words."""
+    """A fraction of the training images in words."""
     return "all training images" if fraction == 1 else f"{percent(fraction)} of the training images"
 
 
@@ -47,8 +47,10 @@ def chart(draw: Callable[..., bool | None], *content: Any) -> Figure | None:
 
 
 def draw_accuracy(axes: Axes, groups: Sequence[RunGroup]) -> None:
-    """Final accuracy: means, intervals, and every seed. By fraction of the training images, or by
-    model, one below the other, where all have the same."""
+    """Final accuracy (mean, interval, seeds) by fraction of the training images.
+
+    By model if all runs have the same fraction.
+    """
     fractions = sorted({fraction for one in groups for fraction in one.fractions})
     looks = _group_styles(groups)
     _draw_baselines(axes, groups, fractions)
@@ -75,12 +77,12 @@ def draw_accuracy(axes: Axes, groups: Sequence[RunGroup]) -> None:
     label_axes(axes, "fraction of the training images", "top-1 accuracy (%)", covered=True)
 
 
-_CLOSE = 0.06  # of the distance of two fractions: labels that are as close would run together
+_CLOSE = 0.06  # rotate labels closer than this, as a share of the distance between fractions
 _BASELINE_STYLES = {"nearest neighbour": ":", "logistic regression": "--"}
 
 
 def _draw_baselines(axes: Axes, groups: Sequence[RunGroup], fractions: Sequence[float]) -> None:
-    """Grey lines at the accuracy of the baselines on each fraction; chance is left out."""
+    """Grey lines at the baselines' accuracy on each fraction, without chance."""
     for place, fraction in enumerate(fractions):
         for name, found in baselines_at(groups, fraction).items():
             if name not in _BASELINE_STYLES:
@@ -103,7 +105,7 @@ def _draw_seeds(
     label: str | None = None,
     across: bool = False,
 ) -> None:
-    """Mean and interval of a group's accuracy at a place of the other axis, its seeds aside."""
+    """Mean and interval of a group's accuracy at `place` on the other axis; seeds at an offset."""
 
     def point(at: float, value: float) -> tuple[float, float]:
         return (value, at) if across else (at, value)
@@ -133,12 +135,12 @@ def _draw_seeds(
 
 
 def _clip_limits(limits: tuple[float, float]) -> tuple[float, float]:
-    """Clip limits to 0 … 101%: the interval of two seeds may exceed the range of accuracies."""
+    """Clip axis limits to 0 … 101%, which intervals of few seeds may exceed."""
     return max(0, limits[0]), min(101, limits[1])
 
 
 def _group_styles(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
-    """The family's colour; its marker for the first of them, others for those after it."""
+    """The family's colour for each group; further groups of a family get other markers."""
     looks, seen = [], dict[str, int]()
     for one in groups:
         look, number = family_style(one.family), seen.get(one.family, 0)
@@ -148,14 +150,14 @@ def _group_styles(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
 
 
 def draw_learning(axes: Axes, groups: Sequence[RunGroup], fraction: float) -> None:
-    """Validation accuracy over training: each seed thin, their mean thick, with some markers."""
+    """Validation accuracy over training: single seeds thin, their mean thick."""
     for one, look in zip(groups, _group_styles(groups), strict=True):
         curves = [curve for run in one.at(fraction) if len(curve := curve_of(run, "top1"))]
         for curve in curves:
             axes.plot(*curve.T, color=look["color"], linewidth=0.8, alpha=0.35)
         if curves:
             found = mean_curve([{"x": steps, "y": top1} for steps, top1 in (c.T for c in curves)])
-            # Of a single evaluation the marker is all there is, and 0.15 would leave it out.
+            # 0.15 would omit the only marker of a single evaluation.
             every = 0.15 if len(found["x"]) > 1 else 1
             look |= {"linewidth": 2.2, "markevery": every}
             axes.plot(found["x"], found["mean"], label=one.label, **look)
@@ -170,7 +172,7 @@ def _title_subset(axes: Axes, groups: Sequence[RunGroup], fraction: float) -> No
 
 
 def curve_of(run: RecordedRun, column: str) -> np.ndarray:
-    """(n, 2): the steps at which `column` was recorded, and its values."""
+    """Steps and recorded values of `column`, (n, 2)."""
     points = [(row["step"], row[column]) for row in run.curve if "step" in row and column in row]
     return np.array(points).reshape(-1, 2)
 
@@ -182,15 +184,17 @@ def draw_curves(
     best: Mapping[str, float] | None,
     y_label: str,
 ) -> bool:
-    """Columns of one run's `metrics.csv` over training, the best evaluation marked; False if all
-    are empty.
+    """Columns of a run's `metrics.csv` over training, with the best evaluation marked.
 
     Args:
-        axes: to draw on.
-        run: whose.
-        columns: what each is called; of two, the second is the validation images'.
-        best: that evaluation's row.
-        y_label: what all of them are.
+        axes: axes to draw on.
+        run: the run.
+        columns: column → label; the last column is validation's.
+        best: row of the best evaluation, or None.
+        y_label: label of the y axis.
+
+    Returns:
+        False if all columns are empty.
     """
     curves = {column: curve_of(run, column) for column in columns}
     looks: tuple[dict[str, Any], ...] = ({"color": FAINT}, {"linewidth": 2.2})
@@ -204,13 +208,13 @@ def draw_curves(
 
 
 def draw_confusion(axes: Axes, matrix: npt.NDArray[np.int64], names: Sequence[str]) -> None:
-    """The confusion matrix, labels in rows; a cell is as dense as its fraction of the row."""
+    """The confusion matrix with labels in rows; a cell's opacity shows its share of the row."""
     count = len(names)
     share = matrix / np.maximum(1, matrix.sum(axis=1, keepdims=True))
     axes.figure.set_size_inches(PANEL[0], PANEL[0])  # type: ignore[union-attr]
     axes.set(xlim=(0, count), ylim=(0, count))
     for row, column in np.argwhere(matrix):
-        # The page shows through, be it light or dark, and the number stands out.
+        # Transparent, so that numbers are readable in light and dark themes.
         look: dict[str, Any] = {"facecolor": CONVIT, "alpha": 0.6 * share[row, column]}
         axes.add_patch(Rectangle((column, row), 1, 1, linewidth=0, **look))
         axes.text(column + 0.5, row + 0.5, f"{matrix[row, column]:,}", ha="center", va="center",
@@ -224,13 +228,13 @@ def draw_confusion(axes: Axes, matrix: npt.NDArray[np.int64], names: Sequence[st
 
 
 def _wrapped(name: str, width: int) -> str:
-    """A name in lines of at most `width`, which end at its spaces and underscores."""
+    """Wrap a name at spaces and underscores to lines of at most `width`."""
     lines = fill(name.replace("_", "_ "), width, break_on_hyphens=False).split("\n")
     return "\n".join(line.replace("_ ", "_") for line in lines)
 
 
 def draw_calibration(axes: Axes, table: npt.NDArray[np.float64]) -> None:
-    """Accuracy by confidence, (m, 3): confidence, accuracy, share of the images: a dot's area."""
+    """Accuracy by confidence. `table` (m, 3): confidence, accuracy, share of images (dot area)."""
     axes.plot([0, 100], [0, 100], color=FAINT, linestyle="--", label="perfectly calibrated")
     confidence, accuracy, share = table.T
     axes.plot(100 * confidence, 100 * accuracy, color=INK, linewidth=1)
@@ -240,7 +244,7 @@ def draw_calibration(axes: Axes, table: npt.NDArray[np.float64]) -> None:
 
 
 def draw_gates(axes: Axes, one: RunGroup, fraction: float) -> bool:
-    """σ(λ) of every head by layer with means before and after; False without gates."""
+    """σ(λ) of each head by layer, with means before and after training; False without gates."""
     after = _by_layer(one.at(fraction), "after", "gates")
     before = _by_layer(one.at(fraction), "before", "gates")
     for layer, values in after.items():
@@ -262,7 +266,7 @@ def draw_gates(axes: Axes, one: RunGroup, fraction: float) -> bool:
 
 
 def draw_nonlocality(axes: Axes, groups: Sequence[RunGroup], fraction: float) -> bool:
-    """Nonlocality of every layer before and after training; False where it was not measured."""
+    """Nonlocality of each layer before and after training; False if not measured."""
     measured = [one for one in groups if _by_layer(one.at(fraction), "after", "nonlocality")]
     layers = [one.at(fraction)[0].measures["after"]["layers"] for one in measured]
     unit, divisors, everywhere = nonlocality_unit([layer for each in layers for layer in each])
@@ -277,7 +281,7 @@ def draw_nonlocality(axes: Axes, groups: Sequence[RunGroup], fraction: float) ->
             values = _by_layer(one.at(fraction), stage, "nonlocality")
             if not values:
                 continue
-            # The mean over heads is the layer's; its spread over seeds is the interval.
+            # Average over heads first; the interval is over seeds.
             found = [
                 estimate(list(layer.mean(axis=1) / divisor))
                 for layer, divisor in zip(values.values(), divisors, strict=True)
@@ -303,27 +307,25 @@ def draw_nonlocality(axes: Axes, groups: Sequence[RunGroup], fraction: float) ->
 def label_axes(
     axes: Axes, x_label: str, y_label: str, grid: Literal["x", "y"] = "y", covered: bool = False
 ) -> None:
-    """Label the axes, and what is drawn: below them where a legend would cover it."""
+    """Label the axes and add a legend, below the axes where it would cover the plot."""
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.grid(axis=grid)
     lines, labels = axes.get_legend_handles_labels()
-    if any(len(label) > 30 for label in labels):  # which would cover the lines
+    if any(len(label) > 30 for label in labels):  # too wide for a legend inside
         wrapped = [fill(label, 60) for label in labels]
         axes.figure.legend(lines, wrapped, loc="outside lower left", fontsize=7)
     elif covered or len(labels) > 3:
         axes.figure.legend(lines, labels, loc="outside lower center", ncols=2, fontsize=8)
         width, height = axes.figure.get_size_inches()  # type: ignore[union-attr]
-        rows = (
-            len(labels) + 1
-        ) // 2  # their room is not taken from the axes, whose label would be cut
+        rows = (len(labels) + 1) // 2  # grow the figure, so that the axes keep their size
         axes.figure.set_size_inches(width, height + 0.16 * rows)  # type: ignore[union-attr]
     elif labels:
         axes.legend(loc="best", fontsize=8)
 
 
 def _by_layer(runs: Sequence[RecordedRun], stage: str, name: str) -> dict[int, np.ndarray]:
-    """A measure by layer, counted from 1: (seeds, heads), for the layers that have it."""
+    """A measure (seeds, heads) by layer, counted from 1, for layers that have it."""
     collected: dict[int, list[Any]] = {}
     for run in runs:
         record = run.measures.get(stage)

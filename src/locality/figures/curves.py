@@ -1,4 +1,4 @@
-"""Curves in panels: from plain records, and from what was measured over training."""
+"""Curves in panels, from plain records or from measurements during training."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ _PANEL = (3.4, 2.9)
 
 
 def draw(panels: Sequence[Record], title: str | None = None) -> Figure:
-    """Panels side by side; empty ones are left out.
+    """Draw panels side by side; empty ones are skipped.
 
     Args:
-        panels: each with `title`, `x_label`, `y_label`, `log_x`, `scatter` (points with names
-            instead of lines), perhaps `y_range`, and `series`:
-            `label`, `colour` (see `resolve_colour`), `dashed`, `band`, `empty` (why there is
-            nothing, or None), `x`, `mean` and `half_width`.
-        title: above all of them.
+        panels: each with `title`, `x_label`, `y_label`, `log_x`, `scatter` (named points instead of
+            lines), optionally `y_range`, and `series`, each with `label`, `colour` (see
+            `resolve_colour`), `dashed`, `band`, `empty` (the reason, or None), `x`, `mean` and
+            `half_width`.
+        title: title of the figure.
     """
     panels = [panel for panel in panels if filled(panel)]
     if not panels:
-        raise UserError("there is nothing to draw in any of these panels")
+        raise UserError("nothing to draw: all panels are empty")
     columns = min(len(panels), _MAX_COLUMNS)
     rows = math.ceil(len(panels) / columns)
     with settings():
@@ -89,9 +89,9 @@ def _draw_panel(axes: Axes, panel: Record) -> None:
 
 
 def _draw_legends(figure: Figure, grid: Sequence[Axes], panels: Sequence[Record]) -> None:
-    """One legend beside panels with equal series, below a single panel of many; else one in each.
+    """One legend beside panels with equal series, below a single panel with many, else in each.
 
-    Points have names anyway.
+    Scatter panels need none, as points are annotated.
     """
     found = [axes.get_legend_handles_labels() for axes in grid]
     if len(found) == 1 and len(found[0][1]) > 5 and not panels[0]["scatter"]:
@@ -106,12 +106,12 @@ def _draw_legends(figure: Figure, grid: Sequence[Axes], panels: Sequence[Record]
         if not panel["scatter"]:
             columns = 2 if len(labels) > 8 else 1
             legend = axes.legend(fontsize=6.5, handlelength=1.6, ncols=columns, frameon=True)
-            # Where every place is taken, the curves behind it still show.
+            # Translucent, so that it never hides curves.
             legend.get_frame().set(alpha=0.7, linewidth=0)
 
 
 def _plain_ticks(axes: Axes, panel: Record) -> None:
-    """Ticks where something was measured, if that is in few places; else no powers of ten."""
+    """Ticks at the measured x if few; on log axes, plain numbers instead of powers of ten."""
     places = sorted({x for series in filled(panel) for x in series["x"]})
     if len(places) <= 6 and not panel["scatter"] and "y_range" not in panel:
         axes.set_xticks(places, [f"{place:g}" for place in places])
@@ -136,7 +136,7 @@ def _draw_line(axes: Axes, series: Record) -> None:
         marker=family_style(series["colour"])["marker"] if few else None,
         markersize=4,
     )
-    if series["band"]:  # where there is one seed there is no interval
+    if series["band"]:  # one seed has no interval
         mean, half = (np.array(series[name], dtype=float) for name in ("mean", "half_width"))
         axes.fill_between(
             series["x"], mean - half, mean + half, color=colour, alpha=0.12, linewidth=0
@@ -159,7 +159,7 @@ def _draw_points(axes: Axes, series: Record) -> None:
     axes.annotate(
         series["label"],
         (series["x"][0], series["mean"][0]),
-        # A baseline has the size of its ConViT and often nearly its accuracy.
+        # Below the point: a baseline has its ConViT's size and often nearly its accuracy.
         xytext=(7, -9 if series["colour"] == "deit" else 4),
         textcoords="offset points",
         fontsize=6.5,
@@ -169,7 +169,7 @@ def _draw_points(axes: Axes, series: Record) -> None:
 def resolve_colour(name: str) -> str:
     """A colour from a family's name, "ink", "other", or "depth:FRACTION" (0 … 1)."""
     if name.startswith("depth:"):
-        # The lightest end would not show on white.
+        # The lightest colours are invisible on white.
         return to_hex(matplotlib.colormaps[MAP_COLOURS](0.9 * float(name[6:])))
     named = {"ink": INK, "other": OTHER, "": FAINT}
     return named[name] if name in named else family_colour(name)
@@ -177,11 +177,11 @@ def resolve_colour(name: str) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """A series of a panel over training: how it looks, and what it shows.
+    """A series of a panel over training.
 
     Attributes:
-        label, colour, dashed, band: as in `draw`.
-        values: of one run's record of `locality.analysis.recording.trajectory`, one per epoch.
+        label, colour, dashed, band: see `draw`.
+        values: maps a run's `locality.analysis.recording.trajectory` to one value per epoch.
     """
 
     label: str
@@ -191,12 +191,12 @@ class Line:
     band: bool = True
 
     def curve(self, found: Record) -> Record:
-        """A run's as x and y."""
+        """The curve of one run, as x and y."""
         return {"x": found["epochs"], "y": list(self.values(found))}
 
 
 def nonlocality_lines(layers: int) -> list[Line]:
-    """A line per layer, dark to bright, and one for uniform attention, in `nonlocality_unit`."""
+    """One line per layer, dark to bright, and uniform attention, in `nonlocality_unit`."""
 
     def of(index: int) -> Callable[[Record], Sequence[float]]:
         def values(found: Record) -> list[float]:
@@ -213,7 +213,7 @@ def nonlocality_lines(layers: int) -> list[Line]:
 
 
 def gate_lines(layer: int, heads: int) -> list[Line]:
-    """σ(λ) of every head of a gated layer, and their mean in black."""
+    """σ(λ) of each head of a gated layer, and their mean in black."""
 
     def of(value: Callable[[list[float]], float]) -> Callable[[Record], Sequence[float]]:
         return lambda found: [value(gates) for gates in found["layers"][layer]["gates"]]
@@ -224,10 +224,10 @@ def gate_lines(layer: int, heads: int) -> list[Line]:
 
 
 def nonlocality_panels(measured: Sequence[tuple[str, Sequence[Record]]]) -> list[Record]:
-    """A panel for each group of runs (Figs. 5, 10, 13).
+    """One panel per group of runs (Figs. 5, 10, 13).
 
     Args:
-        measured: a label and one record of `locality.analysis.recording.trajectory` per seed.
+        measured: label and one `locality.analysis.recording.trajectory` per seed of each group.
     """
     panels = []
     for label, seeds in measured:
@@ -239,7 +239,7 @@ def nonlocality_panels(measured: Sequence[tuple[str, Sequence[Record]]]) -> list
 
 
 def gate_panels(seeds: Sequence[Record]) -> list[Record]:
-    """A panel per gated layer (Figs. 6, 14)."""
+    """One panel per gated layer (Figs. 6, 14)."""
     return [
         _over_epochs(f"layer {n + 1}", "gate σ(λ)", gate_lines(n, len(layer["gates"][0])), seeds)
         | {"y_range": (0, 1)}
@@ -258,30 +258,30 @@ def _over_epochs(title: str, y_label: str, lines: list[Line], seeds: Sequence[Re
 
 
 def nonlocality(folders: Sequence[Path | str]) -> Figure:
-    """Nonlocality of every layer over training (Figs. 5, 10, 13)."""
+    """Nonlocality of each layer over training (Figs. 5, 10, 13)."""
     return draw(nonlocality_panels(_measured(folders)))
 
 
 def gates(folders: Sequence[Path | str]) -> Figure:
-    """Every gate over training (Figs. 6, 14).
+    """All gates over training (Figs. 6, 14).
 
     Raises:
-        UserError: if the runs have none, or differ in more than their seed.
+        UserError: the runs have no gates, or differ in more than their seed.
     """
     panels = [(label, gate_panels(seeds)) for label, seeds in _measured(folders)]
     drawn = [each for each in panels if each[1]]
     if len(drawn) > 1:
         raise UserError(
-            f"these runs differ in more than their seed: {'; '.join(label for label, _ in drawn)}. "
-            f"Draw the gates of one model, with one set of settings, at a time"
+            f"these runs differ in more than their seed: {'; '.join(label for label, _ in drawn)}; "
+            f"draw the gates of one model with one set of settings"
         )
     if not drawn:
-        raise UserError("none of these runs has gates; only ConViT has")
+        raise UserError("none of these runs has gates; only ConViT does")
     return draw(drawn[0][1], f"Gates of {drawn[0][0]}")
 
 
 def _measured(folders: Sequence[Path | str]) -> list[tuple[str, list[Record]]]:
-    """Runs measured over training: a label, and a record for each seed."""
+    """Runs measured over training: label and one record per seed of each group."""
     groups = group(read_runs(folders))
     fractions = {fraction for one in groups for fraction in one.fractions}
     return [

@@ -1,7 +1,7 @@
-"""Attention maps of every head for one query patch.
+"""Attention maps of all heads for one query patch.
 
-As in ConViT's Figs. 3, 7, 15, 16 and 17: the query is boxed, colours are logarithmic, and a frame
-from white (content) to red (position) shows the gate of heads that have one.
+As in ConViT's Figs. 3, 7, 15, 16 and 17, the query is boxed and colours are logarithmic. A frame
+from white (content) to red (position) shows a head's gate.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _QUERY = "#ff3b30"
 _INCH = 0.85
 
 REACH = 10.0 ** (DECADES / 2)
-"""`uniform_colour` spans uniform attention divided and multiplied by this."""
+"""`uniform_colour` spans uniform attention / REACH … uniform attention · REACH."""
 _EVEN = LogNorm(1 / REACH, REACH, clip=True)
 
 
@@ -52,17 +52,17 @@ def maps(
     image: int | Sequence[int] | None = 0,
     per_map_scale: bool = False,
 ) -> Figure:
-    """Some layers of some models, side by side under their titles, lettered from (a).
+    """Attention maps of several models side by side, lettered from (a).
 
     Args:
-        pictures: a title and the attention pictures of each model.
-        layers: depths to draw, from 0; the second and the last but two unless given, as in the
+        pictures: title and attention pictures of each model.
+        layers: layers to draw, from 0; by default the second and the last but two, as in the
             paper's figures of twelve layers.
-        heads: how many heads of each, or which.
-        image: which image, also drawn, with its query boxed, or several below each other; None
-            averages over all of them.
-        per_map_scale: colour each map from its own least value, which brings out shapes in nearly
-            even maps, instead of from `DECADES` below its largest, which compares maps.
+        heads: number of heads per layer, or their indices.
+        image: index of the image, drawn too with its query boxed; several indices are drawn below
+            each other; None averages over all images.
+        per_map_scale: start each map's colours at its minimum, which shows structure in nearly
+            uniform maps, instead of `DECADES` below its maximum, which makes maps comparable.
     """
     if not pictures:
         raise UserError("give at least one model to draw the attention of")
@@ -88,7 +88,7 @@ def maps(
 
 
 def _heads(rows: Sequence[tuple[str, LayerPicture]], heads: int | Sequence[int]) -> Sequence[int]:
-    """Which heads to draw of some layers."""
+    """Indices of the heads to draw."""
     if not isinstance(heads, int):
         return heads
     return range(min(heads, max(layer.mixed.shape[1] for _, layer in rows)))
@@ -104,13 +104,14 @@ def initial_maps(
 ) -> Figure:
     """The first layer of untrained models on one image (Fig. 3).
 
-    With self-attention, and with positional self-attention at two locality strengths.
+    Self-attention, and positional self-attention at two locality strengths.
 
     Args:
-        chosen: one image, prepared for the model.
-        model: the architecture's name, with `overrides` of its configuration.
+        chosen: one image, preprocessed for the model.
+        model: name of the architecture.
+        overrides: changes to its configuration.
         place: the query position, as fractions of (height, width).
-        seed: of the initialisation.
+        seed: seed of the initialisation.
         heads: see `maps`.
     """
     variants: dict[str, dict[str, Any]] = {"self-attention": {"gpsa_layers": 0}} | {
@@ -133,14 +134,14 @@ def head_maps(
     place: tuple[float, float] = (0.5, 0.5),
     mean: bool = False,
 ) -> Figure:
-    """Attention from one patch: of the first image, or the mean over all of them.
+    """Attention from one patch, on the first image or averaged over all images.
 
     Args:
-        models: drawn side by side; each prepares the images in its own way.
-        images: at least one.
-        layers, heads: which; see `maps`.
+        models: models, drawn side by side.
+        images: at least one image; preprocessed for each model.
+        layers, heads: see `maps`.
         place: the query position, as fractions of (height, width).
-        mean: over all images.
+        mean: average over all images.
     """
     chosen = images if mean else images[:1]
     captured = [
@@ -167,7 +168,7 @@ def _layers(pictures: Pictures, layers: Sequence[int] | None) -> Sequence[int]:
         return sorted({min(1, depth - 1), max(0, depth - 3)})
     for layer in layers:
         if not 0 <= layer < depth:
-            raise UserError(f"there is no layer {layer + 1}; the model has {depth}")
+            raise UserError(f"layer {layer + 1} is out of range; the model has {depth} layers")
     return layers
 
 
@@ -190,7 +191,7 @@ def _draw_rows(
     image: int | None,
     per_map_scale: bool = False,
 ) -> None:
-    """Labelled layers below each other, one map per head; see `maps`."""
+    """One row of maps per layer, one map per head; see `maps`."""
     part.suptitle(title, fontsize=10, fontweight="bold")
     chosen = _heads(rows, heads)
     grid = part.subplots(len(rows), len(chosen), squeeze=False)
@@ -205,7 +206,7 @@ def _draw_rows(
             norm, values = _scaled(found[head], per_map_scale)
             axes.imshow(values, cmap=MAP_COLOURS, norm=norm, interpolation="nearest")
             assert layer.query is not None
-            # The query lies on the grid of the queries; its box has to lie on that of the keys.
+            # Convert the query from the grid of queries to that of keys.
             places = zip(layer.query, layer.key_grid, layer.grid, strict=True)
             query = [place * keys // queries for place, keys, queries in places]
             _box(axes, query, layer.key_grid, layer.key_grid)
@@ -214,23 +215,23 @@ def _draw_rows(
 
 
 def map_to_rgb(attention: Array) -> npt.NDArray[np.uint8]:
-    """A map (H, W) in colours of `uniform_colour`, a pixel per patch: (H, W, 3)."""
+    """Colour a map (H, W) by `uniform_colour`, one pixel per patch: (H, W, 3)."""
     colours = matplotlib.colormaps[MAP_COLOURS](_EVEN(attention * attention.size))
     return (colours[..., :3] * 255).round().astype(np.uint8)
 
 
 def uniform_colour(times: float) -> str:
-    """The CSS colour of attention that is `times` uniform attention, clipped at `REACH`."""
+    """The CSS colour of `times` uniform attention, clipped at `REACH`."""
     return to_hex(matplotlib.colormaps[MAP_COLOURS](_EVEN(times)))
 
 
 def gate_colour(gate: float) -> str:
-    """The CSS colour of a gate: white is content, red is position."""
+    """The CSS colour of a gate, from white (content) to red (position)."""
     return to_hex(GATE_COLOURS(gate))
 
 
 def _scaled(attention: Array, per_map_scale: bool = False) -> tuple[LogNorm, Array]:
-    """The scale of a map's colours, and its values within it."""
+    """A map's colour scale, and its values clipped to that scale."""
     largest = max(float(attention.max()), 1e-12)
     lowest = largest * 10.0**-DECADES
     if per_map_scale:
@@ -239,7 +240,7 @@ def _scaled(attention: Array, per_map_scale: bool = False) -> tuple[LogNorm, Arr
 
 
 def _box(axes: Axes, query: Sequence[int], grid: Grid, shape: Sequence[int]) -> None:
-    """A box around the query patch of `grid`, on an image of `shape` pixels in `axes`."""
+    """Draw a box around the query patch of `grid`, on an image of `shape` pixels."""
     height, width = shape[0] / grid[0], shape[1] / grid[1]
     corner = (query[1] * width - 0.5, query[0] * height - 0.5)
     axes.add_patch(

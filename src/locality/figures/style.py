@@ -1,4 +1,4 @@
-"""The style of all figures: a palette for colour-blind readers, and PNG and SVG output."""
+"""Style of all figures: a colour-blind-safe palette, PNG and SVG output."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from matplotlib.figure import Figure
 
 from locality.files import write_output
 
-# Wong's palette (Nature Methods 8, 441), told apart under every common colour blindness. Families
-# keep their colour in every figure, and their marker, for those who print in grey.
+# Wong's palette (Nature Methods 8, 441), safe for common colour blindness. Each family has one
+# colour and one marker in all figures, so that they stay distinct in grey.
 CONVIT, DEIT, CVT, OTHER = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 FAMILY_COLOURS = {"convit": CONVIT, "deit": DEIT, "cvt": CVT}
 FAMILY_MARKERS = {"convit": "o", "deit": "s", "cvt": "^"}
 INK, FAINT = "#1a1a1a", "#8a8a8a"
 
 MAP_COLOURS = "viridis"
-"""For attention: rises evenly in lightness, so that it reads in grey and to the colour-blind."""
+"""Colour map of attention: lightness increases evenly, so it is readable in grey."""
 
 GATE_COLOURS = LinearSegmentedColormap.from_list("gate", ["#ffffff", "#c1121f"])
-"""White: the head attends to content (σ(λ) = 0). Red: to position (σ(λ) = 1)."""
+"""White: attention by content (σ(λ) = 0). Red: by position (σ(λ) = 1)."""
 
 _SETTINGS: Any = matplotlib.rc_params_from_file(
     Path(__file__).with_suffix(".mplstyle"), use_default_template=False
@@ -40,14 +40,14 @@ _CSS_COLOURS = FAMILY_COLOURS | {"other": OTHER, "ink": INK, "faint": FAINT}
 
 @contextlib.contextmanager
 def settings() -> Iterator[None]:
-    """In the block figures are made and drawn in this style."""
-    # Between values near the largest float, as of a loss that diverges, ticks overflow.
+    """Context manager: create and draw figures in this style."""
+    # Ticks overflow for values near the largest float, such as a diverging loss.
     with matplotlib.rc_context(_SETTINGS), np.errstate(over="ignore"):
         yield
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of width × height inches. Make it inside `settings()`."""
+    """An empty figure of width × height inches. Call it inside `settings()`."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
@@ -57,17 +57,17 @@ FORMS: dict[str, tuple[bytes, dict[str, Any]]] = {
     ".png": (b"Software\0locality", {"dpi": 160, "metadata": {"Software": "locality"}}),
     ".svg": (b"<dc:title>locality<", {"metadata": {"Date": None, "Creator": "locality"}}),
 }
-"""The files of a figure: by suffix, what marks them as ours and how they are written."""
+"""Output files by suffix: the bytes that mark them as written by `locality`, and save options."""
 
 
 def save(figure: Figure, path: Path | str, overwrite: bool = False) -> list[Path]:
-    """Write a figure as PNG and SVG, next to each other, whatever suffix `path` has.
+    """Write a figure as PNG and SVG; the suffix of `path` is replaced.
 
     Returns:
         the two paths.
 
     Raises:
-        UserError: if there is a file that `save` did not write, and is not to be overwritten.
+        UserError: a file exists that `save` did not write, and `overwrite` is False.
     """
     path = Path(path)
     written = []
@@ -80,7 +80,7 @@ def save(figure: Figure, path: Path | str, overwrite: bool = False) -> list[Path
 
 
 def figure_bytes(figure: Figure, form: str = "png", **options: Any) -> bytes:
-    """A figure on white, as the content of a PNG or SVG file."""
+    """A figure on white as PNG or SVG bytes."""
     buffer = io.BytesIO()
     with settings():
         figure.savefig(buffer, format=form, **{"facecolor": "white", **options})
@@ -88,13 +88,13 @@ def figure_bytes(figure: Figure, form: str = "png", **options: Any) -> bytes:
 
 
 def inline_svg(figure: Figure, identifier: str, description: str) -> str:
-    """A figure as SVG to stand inside an HTML page, in the page's own colours and font.
+    """A figure as inline SVG for an HTML page, with the page's colours and font.
 
     Args:
-        figure: drawn in the colours above, which become CSS variables (--convit, --deit, --cvt,
-            --other, --ink, --faint) so that a page can have a light and a dark theme.
-        identifier: unique on the page; prefixes every id of the drawing.
-        description: the text for screen readers.
+        figure: drawn in the colours of this module, which are replaced by CSS variables (--convit,
+            --deit, --cvt, --other, --ink, --faint) to support light and dark themes.
+        identifier: unique on the page; prefixes all ids in the SVG.
+        description: text for screen readers.
     """
     clear: Any = {"facecolor": "none", "transparent": True, "metadata": {"Date": None}}
     text = figure_bytes(figure, "svg", **clear).decode()
@@ -111,10 +111,10 @@ def inline_svg(figure: Figure, identifier: str, description: str) -> str:
 
 
 def family_colour(family: str) -> str:
-    """The colour of a model family ("convit", "deit", "cvt"), the same in every figure."""
+    """The colour of a model family ("convit", "deit", "cvt")."""
     return FAMILY_COLOURS.get(family, OTHER)
 
 
 def family_style(family: str) -> dict[str, Any]:
-    """The colour and the marker of a model family."""
+    """The colour and marker of a model family."""
     return {"color": family_colour(family), "marker": FAMILY_MARKERS.get(family, "D")}

@@ -1,3 +1,3 @@
-"""Reports: run folders in, one page out."""
+"""HTML reports of run folders."""
 
 from locality.report.page import build_report as build_report

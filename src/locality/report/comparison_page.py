@@ -1,4 +1,4 @@
-"""The page of `locality compare`: which model for these images."""
+"""The page of `locality compare`."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from locality.training.evaluation import Predictions
 _log = logging.getLogger("locality")
 
 _MAX_CLASSES = 20
-# Of the time of a comparison, for the pages written while it goes on.
+# Share of a comparison's time spent on writing intermediate pages.
 _PAGE_SHARE = 0.05
-# Models trained from scratch have learnt little in fewer epochs.
+# Models trained from scratch are undertrained with fewer epochs.
 _MIN_PASSES = 20
-# With two, Student's t is 12.7.
+# With two runs, Student's t is 12.7.
 _ENOUGH_RUNS = 3
 
 
@@ -42,8 +42,8 @@ class Candidate:
 
     Attributes:
         group: its runs, on any fraction of the images.
-        shared: images of a fold / images it trains on; 0 where runs differ in their seed.
-        milliseconds: latency of one image; None if it was not measured.
+        shared: images per fold / training images; 0 if the runs differ by seed.
+        milliseconds: latency of one image; None if not measured.
     """
 
     group: RunGroup
@@ -60,12 +60,12 @@ class Candidate:
 
     @cached_property
     def predictions(self) -> list[Predictions]:
-        """Of every run, on the images that it was evaluated on."""
+        """The predictions of each run on its validation images."""
         return [run.predictions() for run in self.runs]
 
     @cached_property
     def right(self) -> dict[str, float]:
-        """The accuracy on each image in per cent, over the runs that evaluated it."""
+        """Accuracy on each image in per cent, over the runs that evaluated it."""
         answers: dict[str, list[float]] = {}
         for found in self.predictions:
             for name, right in zip(found.paths, found.right.tolist(), strict=True):
@@ -73,19 +73,19 @@ class Candidate:
         return {name: fmean(of) for name, of in answers.items()}
 
     def over_runs(self, name: str) -> Estimate:
-        """One of the numbers of `result.json`."""
+        """Estimate of a number in `result.json`."""
         return estimate([float(run.result[name]) for run in self.runs], self.shared)
 
     @property
     def passes(self) -> float:
-        """How many times each image was trained on."""
+        """Epochs: how many times each image was trained on."""
         run = self.runs[0]
         batch = run.config["engine"]["batch_size"]
         return float(run.result["steps"] * batch / run.result["train_images"])
 
     @property
     def top1(self) -> Estimate:
-        """The mean over runs, with the interval over them, or where they are few over images."""
+        """The mean over runs, with the interval over runs, or over images if runs are few."""
         over_runs = self.over_runs("top1")
         if len(self.runs) >= _ENOUGH_RUNS:
             return over_runs
@@ -93,7 +93,7 @@ class Candidate:
 
     @property
     def best(self) -> RecordedRun:
-        """Its most accurate run."""
+        """The most accurate run."""
         return max(self.runs, key=lambda run: float(run.result["top1"]))
 
     @property
@@ -103,7 +103,7 @@ class Candidate:
         return estimate(errors, self.shared)
 
     def accuracy_of(self, classes: int) -> list[float | None]:
-        """Of the images of each class, how many per cent are called so, over all runs."""
+        """Accuracy of each class in per cent, over all runs; None without images."""
         rows = zip(*(found.per_class() for found in self.predictions), strict=True)
         counts = [(sum(n["right"] for n in of), sum(n["images"] for n in of)) for of in rows]
         return [100 * right / images if images else None for right, images in counts[:classes]]
@@ -111,7 +111,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Pair:
-    """The difference of two models on the same images, the more accurate first.
+    """The difference of two models on the same images, more accurate model first.
 
     Attributes:
         first, second: labels.
@@ -131,7 +131,7 @@ class Pair:
 
 
 def pairs_of(candidates: Sequence[Candidate]) -> list[Pair]:
-    """Every two of the candidates, which come by accuracy, on runs and images common to both."""
+    """All pairs of candidates, sorted by accuracy, on the runs and images they share."""
     pairs = []
     for one, other in combinations(candidates, 2):
         runs = paired_difference(one.group.top1(1), other.group.top1(1), shared=one.shared)
@@ -144,7 +144,7 @@ def pairs_of(candidates: Sequence[Candidate]) -> list[Pair]:
 def conclusion(
     candidates: Sequence[Candidate], pairs: Sequence[Pair], decided: Sequence[bool]
 ) -> str:
-    """The conclusion on the most accurate model, in one or two sentences."""
+    """A sentence on the most accurate model."""
     best = candidates[0]
     own = [(pair, sure) for pair, sure in zip(pairs, decided, strict=True)
            if pair.first == best.label]  # fmt: skip
@@ -152,7 +152,7 @@ def conclusion(
     open_ = [pair for pair, sure in own if not sure]
     reached = f"{best.label} has the highest accuracy, {format_share(best.top1)}%"
     if len(best.runs) < 2:
-        return f"{reached}, of a single run each, so without an interval over seeds."
+        return f"{reached}, with one run per model and so no interval over seeds."
     if not open_:
         return f"{reached}, significantly above {below} over seeds and over images."
     rest = join_names([pair.second for pair in open_], "or")
@@ -163,7 +163,7 @@ def conclusion(
 
 
 def below_baseline_remark(candidates: Sequence[Candidate], groups: Sequence[RunGroup]) -> str:
-    """What to do if the most accurate model is below a baseline; "" if it is not."""
+    """Advice if the most accurate model is below a baseline; otherwise ""."""
     found = {name: of.mean for name, of in baselines_at(groups, 1.0).items()}
     best = candidates[0]
     warning = advice(best.label, best.top1.mean, found)
@@ -171,13 +171,13 @@ def below_baseline_remark(candidates: Sequence[Candidate], groups: Sequence[RunG
 
 
 def short_runs_remark(candidates: Sequence[Candidate]) -> str:
-    """A remark on short runs; "" for long ones."""
+    """A remark on short runs; "" if all are long enough."""
     passes = min(each.passes for each in candidates)
     if passes >= _MIN_PASSES:
         return ""
     return (
-        f"These runs were short: some saw each image only {passes:.2g} times. Longer ones may "
-        f"order the models otherwise."
+        f"These runs were short: some saw each image only {passes:.2g} times. Longer runs may "
+        f"change the ranking."
     )
 
 
@@ -192,16 +192,16 @@ def more_images_remark(best: Candidate) -> str:
         return ""
     gain = f"{format_estimate(found, sign=True)} points from {charts.percent(part)} to all images"
     if found.excludes_zero and found.mean > 0:
-        return f"{best.label} gains {gain}, at equal length: further images are likely to help."
-    return f"{best.label}: {gain}, at equal length, not significant."
+        return f"{best.label} gains {gain} with equal steps: more images are likely to help."
+    return f"{best.label}: {gain} with equal steps, not significant."
 
 
 class LivePage:
-    """The page of a comparison that goes on, written again as runs end.
+    """The page of a comparison in progress, rewritten as runs finish.
 
     Args:
-        output: the file.
-        runs: all of the comparison.
+        output: the file to write.
+        runs: all runs of the comparison.
     """
 
     def __init__(self, output: Path, runs: Sequence[Run]) -> None:
@@ -209,7 +209,7 @@ class LivePage:
         self._runs, self._next = runs, -math.inf
 
     def after(self, outcome: Outcome) -> None:
-        """Write the page where two models can be compared and it takes little of the time."""
+        """Write the page once two models can be compared, using at most 5% of the time."""
         now = perf_counter()
         if outcome.error is not None or now < self._next:
             return
@@ -218,7 +218,7 @@ class LivePage:
             folders = [run.folder for run in finished]
             try:
                 build_comparison(folders, self.output, {}, len(self._runs) - len(finished))
-            except (UserError, OSError) as error:  # the other runs go on; the last page says it
+            except (UserError, OSError) as error:  # do not stop the other runs
                 _log.warning("%s was not written: %s", self.output, one_line(error))
             self._next = perf_counter() + (perf_counter() - now) / _PAGE_SHARE
 
@@ -226,23 +226,23 @@ class LivePage:
 def build_comparison(
     folders: Sequence[Path], output: Path | str, milliseconds: Mapping[str, float], waiting: int = 0
 ) -> tuple[Path, str]:
-    """Write the page of a comparison's finished runs. Recomputes nothing.
+    """Write the comparison page of finished runs, from their recorded files.
 
     Args:
-        folders: of the runs.
+        folders: the run folders.
         output: the file to write.
-        milliseconds: of inference, by the model's name.
-        waiting: how many runs of it have not finished.
+        milliseconds: inference latency by model name.
+        waiting: number of unfinished runs.
 
     Returns:
-        its path, and the conclusion.
+        the page's path and its conclusion.
 
     Raises:
-        UserError: if fewer than two models have finished a run on all images.
+        UserError: fewer than two models have finished a run on all images.
     """
     groups = [one for one in group(read_runs(folders)) if one.at(1.0)]
     if len(groups) < 2:
-        raise UserError("fewer than two models have finished on all images; nothing to compare")
+        raise UserError("fewer than two models have finished a run on all images")
     folds = groups[0].runs[0].config["data"].get("fold")
     shared = 1 / (folds[1] - 1) if folds else 0.0
     found = [Candidate(one, shared, milliseconds.get(one.model)) for one in groups]
@@ -250,7 +250,7 @@ def build_comparison(
     pairs = pairs_of(found)
     decided = holm([pair.p_value for pair in pairs])
     said = conclusion(found, pairs, decided)
-    drawn = any(len(run.curve) > 1 for run in found[0].runs)  # one evaluation makes no line
+    drawn = any(len(run.curve) > 1 for run in found[0].runs)  # a curve needs two evaluations
     html = render(
         "locality.report",
         "comparison.html",
@@ -286,7 +286,7 @@ def build_comparison(
 
 
 def _classes(candidates: Sequence[Candidate]) -> list[tuple[str, int, list[float | None]]]:
-    """Name, evaluated images and accuracies of the classes, the least accurate first."""
+    """Name, evaluated images and accuracies of each class, least accurate first."""
     first = candidates[0].predictions[0]
     count = len(first.classes)
     columns = [each.accuracy_of(count) for each in candidates]

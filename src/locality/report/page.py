@@ -1,4 +1,4 @@
-"""Run folders → one HTML page that needs nothing else: no network, no file."""
+"""Reports: run folders → one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -39,40 +39,40 @@ _MAX_NAMES = 4  # in the title
 _THUMBNAIL = 160  # pixels
 
 _MAX_CLASSES = 20
-"""In the confusion matrix, which has to be readable on a phone, and in the table."""
+"""In the confusion matrix and the table: readable on a phone."""
 
 
 def build_report(
     run_folders: Iterable[Path | str], output: Path | str, overwrite: bool = False
 ) -> Path:
-    """Write a self-contained HTML report of finished runs. Recomputes nothing.
+    """Write a self-contained HTML report of finished runs, from their recorded files.
 
     Args:
-        run_folders: folders of runs, or folders that hold such folders.
+        run_folders: run folders, or folders of run folders.
         output: the file to write; its folder is created.
-        overwrite: replace a file that is not a page of ours.
+        overwrite: replace an existing file even if `locality` did not write it.
 
     Returns:
         the path of the report.
 
     Raises:
-        FileNotFoundError: if a folder does not exist.
-        UserError: if no run has finished, what a folder holds cannot be read, or something else
-            stands at `output`.
+        FileNotFoundError: a folder does not exist.
+        UserError: no run has finished, a run's file cannot be read, or `output` exists and was
+            not written by `locality`.
     """
     given = read_runs(run_folders)
     unfinished = [run for run in given if not run.is_finished]
     groups = group([run for run in given if run.is_finished])
     if not groups:
         waiting = f" ({len(unfinished)} have started)" if unfinished else ""
-        raise UserError(f"none of these runs has finished{waiting}; there is nothing to report")
+        raise UserError(f"none of these runs has finished{waiting}: nothing to report")
     content = _content(groups) | {"unfinished": unfinished, "version": __version__}
     page = render("locality.report", "report.html", FILTERS, **content)
     return write_page(output, page, overwrite)
 
 
 def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
-    """The values for the template."""
+    """Template variables."""
     comparisons = list(baseline_pairs(groups))
     fractions = sorted({fraction for one in groups for fraction in one.fractions})
     runs = [run for one in groups for run in one.runs]
@@ -86,7 +86,7 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
     several = len(runs) > 1
     baselines = {part: baselines_at(groups, part) for part in fractions}
     apart = differing_settings([_settings(run) for run in runs])
-    learnt = [  # one evaluation makes no line
+    learnt = [  # a curve needs two evaluations
         part
         for part in (fractions if several else [])
         if any(len(run.curve) > 1 for one in groups for run in one.at(part))
@@ -108,7 +108,7 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         "groups": groups,
         "several_seeds": any(len(one.at(part)) > 1 for one in groups for part in one.fractions),
         "families": {one.family for one in groups if any(run.measures for run in one.runs)},
-        # Of five classes or fewer, the five most probable ones are all.
+        # Top-5 accuracy is 100% with at most five classes.
         "top5": any(len(run.classes()) > 5 for run in runs),
         "baselines": baselines,
         # The advice is the same for all.
@@ -125,7 +125,7 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         "measured_images": max(
             (each["after"]["images"] for each in measured if each.get("after")), default=None
         ),
-        # Where the gates start, if all of them start at the same value.
+        # Initial gate, if the same for all heads.
         "first_gate": first_gates.pop() if len(first_gates) == 1 else None,
         "galleries": _attention_galleries(groups),
         "reach": maps.REACH,
@@ -146,7 +146,7 @@ def _title(groups: Sequence[RunGroup]) -> str:
 
 
 def _datasets(groups: Sequence[RunGroup]) -> list[str]:
-    """Names of the datasets; of a custom one that of its folder."""
+    """Dataset names; for custom data the folder's name."""
     names = set()
     for one in groups:
         data = one.runs[0].config["data"]
@@ -156,26 +156,26 @@ def _datasets(groups: Sequence[RunGroup]) -> list[str]:
 
 
 def format_estimate(found: Estimate, sign: bool = False) -> str:
-    """69.0 ± 2.1, or 69.0 if there is no interval; a minus sign for what may be negative."""
+    """69.0 ± 2.1, or 69.0 without an interval; `sign` writes +69.0 or −69.0."""
     mean = minus(f"{found.mean:+.1f}") if sign else f"{found.mean:.1f}"
     return mean if found.half_width is None else f"{mean} ± {found.half_width:.1f}"
 
 
 def format_share(found: Estimate) -> str:
-    """As `format_estimate`, of percent: 95.0 (84.1 to 100) where ± would leave 0 … 100."""
+    """`format_estimate` for percentages: 95.0 (84.1 to 100) where ± would exceed 0 … 100."""
     if found.low is None or found.high is None or (found.low >= 0 and found.high <= 100):
         return format_estimate(found)
     return f"{found.mean:.1f} ({max(0.0, found.low):.3g} to {min(100.0, found.high):.3g})"
 
 
 def format_range(found: Estimate) -> str:
-    """−3.1 to +5.2: the interval of a difference in points, of which there are at most 100."""
+    """−3.1 to +5.2: the interval of a difference in points, clipped to ±100."""
     low, high = max(-100.0, found.low or 0.0), min(100.0, found.high or 0.0)
     return minus(f"{low:+.1f} to {high:+.1f}")
 
 
 def minus(number: str) -> str:
-    """A formatted number with a minus sign in the place of a hyphen."""
+    """Replace hyphens in a formatted number by minus signs."""
     return number.replace("-", "−")
 
 
@@ -186,7 +186,7 @@ def join_names(names: Sequence[str], word: str = "and") -> str:
 
 
 def breakable(name: str) -> Markup:
-    """A name that may go on in the next line after each of its parts."""
+    """A name with optional line breaks after underscores and slashes."""
     return Markup(re.sub(r"(?<=[_/])(?=\w)", "<wbr>", str(escape(name))))
 
 
@@ -202,9 +202,9 @@ def pair_sentence(comparison: BaselinePair) -> str:
     opening += f" and {second.label} {theirs.mean:.1f}%"
     found = comparison.difference
     if found is None:
-        return f"{opening}; no seed is common to both, so there is no paired difference."
+        return f"{opening}; they share no seed, so there is no paired difference."
     if found.half_width is None:
-        return f"{opening}: {_points(found.mean)}, on a single seed, so without an interval."
+        return f"{opening}: {_points(found.mean)} (one seed, no interval)."
     interval = f"95% interval {format_range(found)} over {found.n} seeds"
     if found.excludes_zero:
         return f"{opening}: {_points(found.mean)} ({interval})."
@@ -217,14 +217,14 @@ def _points(difference: float) -> str:
 
 
 def _below(one: RunGroup, fraction: float, baselines: Mapping[str, Estimate]) -> str:
-    """What to do about a group of runs that is below a baseline on its images; "" if it is not."""
+    """Advice if a group's accuracy is below a baseline's; otherwise ""."""
     top1 = estimate(list(one.top1(fraction).values())).mean
     found = {name: of.mean for name, of in baselines.items()}
     return advice(f"{one.label} on {charts.subset_label(fraction)}", top1, found)
 
 
 def _svg(figure: Figure | None, title: str) -> Markup:
-    """A chart as inline SVG; the title is for screen readers and prefixes ids."""
+    """A chart as inline SVG; the title is its accessible name and prefixes its ids."""
     assert figure is not None
     return Markup(inline_svg(figure, re.sub(r"\W+", "-", title), title))
 
@@ -232,7 +232,7 @@ def _svg(figure: Figure | None, title: str) -> Markup:
 def _panels(
     what: str, fractions: Sequence[float], draw: Callable[..., Any], content: Any
 ) -> list[tuple[Markup, str]]:
-    """One chart per fraction and its title, without those that had nothing to draw."""
+    """One chart and title per fraction, without empty charts."""
     titled = {charts.subset_label(part): part for part in fractions}
     drawn = {title: charts.chart(draw, content, part) for title, part in titled.items()}
     return [
@@ -243,7 +243,7 @@ def _panels(
 
 
 def _over_training(groups: Sequence[RunGroup]) -> list[tuple[str, list[Markup]]]:
-    """Nonlocality and gates while training, of the runs on most data that were measured then."""
+    """Nonlocality and gates during training, of runs on the largest fraction with recordings."""
     measured = []
     for one in groups:
         found = [recorded_trajectory(run.path) for run in one.at(one.fractions[-1])]
@@ -260,7 +260,7 @@ def _over_training(groups: Sequence[RunGroup]) -> list[tuple[str, list[Markup]]]
 
 
 def _attention_galleries(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
-    """Attention on the same images by one run per group: most data, lowest seed."""
+    """Attention maps of one run per group (largest fraction, lowest seed) on the same images."""
     seen: list[tuple[str, Pictures]] = []
     for one in groups:
         run = one.at(one.fractions[-1])[0]
@@ -279,7 +279,7 @@ def _attention_galleries(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
             "models": [
                 (label, pictures.predictions[index], _maps(pictures, index))
                 for label, pictures in seen
-                # Another model may have been shown other images; those are no comparison.
+                # Other runs may have recorded different images.
                 if len(pictures.images) > index and np.array_equal(pictures.images[index], image)
             ],
         }
@@ -288,7 +288,7 @@ def _attention_galleries(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
 
 
 def _maps(pictures: Pictures, image: int) -> list[dict[str, Any]]:
-    """Layers spread evenly from the first to the last, and the maps of some of their heads."""
+    """Maps of the first few heads of evenly spaced layers."""
     depth = len(pictures.layers)
     chosen = {round(float(place)) for place in np.linspace(0, depth - 1, min(_LAYERS, depth))}
     return [
@@ -311,7 +311,7 @@ def _maps(pictures: Pictures, image: int) -> list[dict[str, Any]]:
 
 
 def _box(layer: LayerPicture) -> str:
-    """CSS that puts a box over the query patch."""
+    """CSS of the box over the query patch."""
     assert layer.query is not None
     (row, column), (rows, columns) = layer.query, layer.grid
     return (
@@ -321,7 +321,7 @@ def _box(layer: LayerPicture) -> str:
 
 
 def _row(one: RunGroup, fraction: float) -> dict[str, Any]:
-    """One line of the results table: what differs between seeds, and what their runs share."""
+    """One row of the results table: shared values, and estimates over seeds."""
     results = [run.result for run in one.at(fraction)]
     over_seeds = {
         name: estimate([float(result[name]) for result in results])
@@ -338,7 +338,7 @@ def _settings(run: RecordedRun) -> dict[str, Any]:
 
 
 def _environments(runs: Sequence[RecordedRun]) -> list[tuple[dict[str, Any], int]]:
-    """The distinct machines and versions that runs were made with, and how many runs each."""
+    """Distinct environments (machine, versions) and the number of runs in each."""
     counted: dict[str, tuple[dict[str, Any], int]] = {}
     for run in runs:
         environment = run.environment()
@@ -351,7 +351,7 @@ def _environments(runs: Sequence[RecordedRun]) -> list[tuple[dict[str, Any], int
 
 
 def _shown(value: Any) -> str:
-    """A setting's value for people."""
+    """Format a setting's value."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
@@ -370,10 +370,10 @@ _CURVES = {
 
 
 def single_run(run: RecordedRun) -> dict[str, Any]:
-    """The values of a report on a single run.
+    """Template variables of a single run.
 
     Raises:
-        UserError: if a file in its folder is damaged.
+        UserError: a file in its folder is damaged.
     """
     evaluated = [row for row in run.curve if {"step", "top1"} <= row.keys()]
     best = max(evaluated, key=lambda row: row["top1"], default=None)
@@ -385,7 +385,7 @@ def single_run(run: RecordedRun) -> dict[str, Any]:
         "curves": {
             name: charts.chart(charts.draw_curves, run, columns, best, y_label)
             for name, (y_label, columns) in _CURVES.items()
-            # A single point is no curve.
+            # A curve needs two points.
             if any(len(charts.curve_of(run, column)) > 1 for column in columns)
         },
         "seconds": run.result.get("seconds"),
@@ -424,7 +424,7 @@ def _from_predictions(run: RecordedRun, predictions: Predictions) -> dict[str, A
 
 
 def _mistakes(run: RecordedRun, predictions: Predictions) -> list[dict[str, Any]]:
-    """The most confident mistakes, those with pictures where the instruments took some."""
+    """The most confident mistakes, with attention maps where recorded."""
     path = run.path / MISTAKES
     captured = load_pictures(path) if path.exists() else None
     wrong = predictions.mistakes(MAX_MISTAKES)
@@ -446,7 +446,7 @@ def _mistakes(run: RecordedRun, predictions: Predictions) -> list[dict[str, Any]
 
 
 def _thumbnail(file: Path, run: RecordedRun) -> str | None:
-    """A small picture of one of a run's images, if its file is there, below the run's data."""
+    """A thumbnail of an image, if its file exists inside the run's data folder."""
     root = run.config["data"].get("root")
     if not isinstance(root, str) or not file.is_file():
         return None

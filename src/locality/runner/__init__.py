@@ -1,1 +1,1 @@
-"""A training run as a request: its cost, who carries it out, and how it resumes."""
+"""Run requests: their cost, executors and resuming."""

@@ -1,7 +1,7 @@
-"""A comparison of models on custom images, with the same recipe, images and budget.
+"""Comparison of models on custom images with the same recipe, images and budget.
 
-The settings chosen for this machine are written to the comparison's folder, so that the same
-command resumes the same runs.
+The settings chosen for this machine are saved in the comparison's folder, so that the same command
+resumes the same runs.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from locality.training.recipes import SMALL_SIDE, adjusted
 from locality.training.run_folder import RunFolder
 
 SCRATCH = ("convit_nano", "deit_nano", "cvt_nano", "timm/test_resnet")
-"""Models of at most half a million parameters, which minutes of a processor are enough for."""
+"""Models of at most half a million parameters, trainable within minutes on a CPU."""
 PRETRAINED = ("convit_tiny.fb_in1k", "deit_tiny.fb_in1k", "cvt_13.ms_in1k", "timm/resnet18")
 
 TASK = "locality.runner.comparison:train_and_tidy"
 _PLAN, _SPEED, _RUNS = "plan.yaml", "inference.json", "runs"
-# Start-up, last evaluation and saving of a run; the page at the end.
+# Overhead: start-up, last evaluation and saving of each run; the final page.
 _RUN_SECONDS, _PAGE_SECONDS = 2.0, 10.0
-# Shorter runs save only at their end.
+# Shorter runs save only at the end.
 _SAVE_SECONDS = 60.0
 _ROUNDS = 15
 
@@ -60,15 +60,15 @@ class ComparisonSpec:
     """The settings of a comparison.
 
     Attributes:
-        data: settings of the images, by dotted name.
-        models: names of models; weights if `pretrained`.
+        data: data settings by dotted name.
+        models: model names, or weights if `pretrained`.
         pretrained: fine-tune weights instead of training from scratch.
-        minutes: for all runs together, in equal parts; None if `steps` is given.
-        steps: length of every run.
+        minutes: time for all runs together, divided equally; None if `steps` is given.
+        steps: length of each run.
         seeds: runs of each model on each fraction.
         folds: cross-validation instead of seeds.
-        fractions: of the training images; all runs are equally long.
-        img_size: for training from scratch; 32 unless given.
+        fractions: fractions of the training images; all runs have the same length.
+        img_size: image size for training from scratch; 32 by default.
     """
 
     data: dict[str, Any]
@@ -84,9 +84,9 @@ class ComparisonSpec:
     def __post_init__(self) -> None:
         settings.check(self)
         if len(set(self.models)) < 2:
-            raise UserError(f"{len(set(self.models))} model is given; a comparison needs two")
+            raise UserError(f"a comparison needs two models, not {len(set(self.models))}")
         if 1.0 not in self.fractions:
-            raise UserError("fractions leave out 1; models are compared on all images")
+            raise UserError("fractions must include 1: models are compared on all images")
 
     @property
     def repeats(self) -> int:
@@ -95,11 +95,11 @@ class ComparisonSpec:
 
     @property
     def count(self) -> int:
-        """Of all runs."""
+        """Number of runs."""
         return len(self.models) * len(self.fractions) * self.repeats
 
     def command(self, minutes: int) -> str:
-        """The command that makes this comparison in other minutes."""
+        """The command of this comparison with another number of minutes."""
         root, models = self.data["data.root"], ",".join(self.models)
         repeats = ("--folds", self.folds) if self.folds else ("--seeds", self.seeds)
         words = ["locality", "compare", root, "--models", models, *repeats]
@@ -115,17 +115,17 @@ class ComparisonSpec:
 def plan(
     spec: ComparisonSpec, folder: Path, jobs: int, threads: int | None = None, keep: bool = True
 ) -> dict[str, RunConfig]:
-    """The configuration of each model, chosen when a comparison starts.
+    """The configuration of each model, chosen once when a comparison starts.
 
     Args:
         spec: the comparison.
         folder: its folder.
-        jobs, threads: runs at a time, and CPU threads of each.
-        keep: write the plan to the folder.
+        jobs, threads: number of parallel runs, and CPU threads of each.
+        keep: save the plan in the folder.
 
     Raises:
-        UserError: if the folder is another comparison's or of other images, the time too short to
-            learn anything in so many runs, or as `measured`.
+        UserError: the folder holds a comparison with other settings or images, or `minutes` is too
+            short for the number of runs; see also `measured`.
     """
     path = folder / _PLAN
     data = adjusted("photos", spec.data).data
@@ -141,13 +141,13 @@ def plan(
             before = settings.from_dict(ComparisonSpec, there["comparison"])
         if changed := list(settings.differences(before, spec)):
             raise UserError(
-                f"{folder} holds another comparison ({describe_changes(changed)}); give another "
+                f"{folder} holds another comparison ({describe_changes(changed)}); use another "
                 f"--output"
             )
         if (recorded := there.get("images")) is not None and recorded != fingerprint():
             raise UserError(
-                f"{folder} was begun with other images, labels or classes than '{data.root}' has "
-                f"now; restore them, or give another --output"
+                f"images, labels or classes in '{data.root}' have changed since {folder} was "
+                f"started; restore them, or use another --output"
             )
         found = there["configurations"].items()
         return {model: settings.from_dict(RunConfig, values, str(path)) for model, values in found}
@@ -165,10 +165,10 @@ def plan(
 def _choose_configs(spec: ComparisonSpec, jobs: int, threads: int) -> dict[str, RunConfig]:
     started = perf_counter()
     recipe = "finetune" if spec.pretrained else "photos"
-    # The best of many evaluations would flatter the model whose accuracy varies most.
+    # No patience: the best of many evaluations favours models whose accuracy fluctuates.
     given = spec.data | {"engine.tensorboard": False, "schedule.patience": None}
     given |= {"data.fold": (0, spec.folds)} if spec.folds else {}
-    given |= {"data.workers": 0} if jobs > 1 else {}  # all cores are busy training
+    given |= {"data.workers": 0} if jobs > 1 else {}  # training uses all cores
     smallest = adjusted(recipe, given | {"data.fraction": min(spec.fractions)}).data
     open_data(smallest, seed=0)  # fails if a class is empty
     starts = {model: _start(spec, model) for model in spec.models}
@@ -181,7 +181,7 @@ def _choose_configs(spec: ComparisonSpec, jobs: int, threads: int) -> dict[str, 
     with arithmetic_threads(threads):
         found = {model: measured(recipe, alike | of, splits) for model, of in starts.items()}
     spent = perf_counter() - started
-    # Seconds for everything but the runs, and for each of these.
+    # `beside`: seconds outside of the runs; `each`: seconds per run.
     costs = [cost for *_, cost in found.values()]
     baselines = costs[0].baselines * spec.repeats * sum(spec.fractions)
     beside = spent + baselines + _PAGE_SECONDS
@@ -191,21 +191,21 @@ def _choose_configs(spec: ComparisonSpec, jobs: int, threads: int) -> dict[str, 
         longest = max(cost.enough(MIN_EPOCHS) for cost in costs)
         runs = spec.count * (longest + _RUN_SECONDS) / at_once
         raise UserError(
-            f"in {spec.minutes:g} minutes {spec.count} runs would see each image fewer than "
-            f"{MIN_EPOCHS} times on this machine, which teaches nothing; this is enough: "
+            f"{spec.minutes:g} minutes are too short for {spec.count} runs on this machine: each "
+            f"image would be seen fewer than {MIN_EPOCHS} times; use "
             f"{spec.command(math.ceil(SLACK * (runs + beside) / 60))}"
         )
     chosen = {}
     for model, (changes, _, cost) in found.items():
         config, seconds = fit(recipe, changes, cost, each)
-        schedule = config.schedule  # saves about every minute
+        schedule = config.schedule  # save about once per minute
         every = max(schedule.eval_every, schedule.length * min(1, _SAVE_SECONDS / seconds))
         chosen[model] = settings.replace(config, {"schedule.save_every": every})
     return chosen
 
 
 def _start(spec: ComparisonSpec, model: str) -> dict[str, Any]:
-    """The settings of a model, which from scratch has 8×8 patches of at most 16 pixels."""
+    """A model's settings; from scratch, at least 8×8 patches of at most 16 pixels."""
     if spec.pretrained:
         return settings_from_weights(model)
     size = spec.img_size or SMALL_SIDE
@@ -216,21 +216,21 @@ def _start(spec: ComparisonSpec, model: str) -> dict[str, Any]:
 
 
 def available(weights: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The weights that can be opened, and for each of the others why not."""
+    """The weights that can be opened, and a sentence on each of the others."""
     found, missing = [], []
     for name in weights:
         try:
             settings_from_weights(name)
             found.append(name)
         except (UserError, OSError) as error:
-            missing.append(f"{name} is left out: {one_line(error)}")
+            missing.append(f"{name} is skipped: {one_line(error)}")
     return found, missing
 
 
 def comparison_runs(
     spec: ComparisonSpec, configs: Mapping[str, RunConfig], folder: Path
 ) -> list[Run]:
-    """All runs, first one of each model on all images, for an early report."""
+    """All runs; the first ones are one per model on all images, for an early report."""
     runs = []
     word = "fold" if spec.folds else "seed"
     for number in range(spec.repeats):
@@ -241,7 +241,7 @@ def comparison_runs(
                     changes["data.fold"] = (number, spec.folds)
                 config = settings.replace(base, changes)
                 name = f"{model} {100 * fraction:g}% {word} {number}"
-                # The digest identifies weights by their file name only.
+                # One folder per model, as the digest identifies weights by file name only.
                 own = folder / _RUNS / model.replace("/", "-")
                 runs.append(Run(name, config, content_folder(own, config, TASK), task=TASK))
     return runs
@@ -250,14 +250,14 @@ def comparison_runs(
 def summary(
     spec: ComparisonSpec, runs: Sequence[Run], jobs: int, threads: int | None = None
 ) -> str:
-    """Lengths of the runs of each model, and the time of all."""
+    """The length of each model's runs and the total time, as text."""
     lines = []
     for run in runs[: len(spec.models)]:  # one of each model, on all images
         images = image_counts(run.config)[0]
         plan = make_plan(run.config, images)
         lines.append(
-            f"{run.config.model.name}: {plan.steps:,} steps of {plan.batch_size} images, each of "
-            f"{images:,} {plan.images / images:.3g} times"
+            f"{run.config.model.name}: {plan.steps:,} steps of {plan.batch_size} images "
+            f"({plan.images / images:.3g} passes over {images:,} images)"
         )
     if spec.minutes is None:
         return "\n".join([*lines, workload(runs, jobs, threads)])
@@ -267,16 +267,16 @@ def summary(
 
 
 def train_and_tidy(config: RunConfig, folder: Path) -> None:
-    """Train, and delete the weights of runs on a fraction of the images."""
+    """Train; for runs on a fraction of the images, delete the weights."""
     train(config, folder)
     for name in (PREVIOUS, *([LAST, BEST] if config.data.fraction < 1 else ())):
         (RunFolder(folder).checkpoints.path / name).unlink(missing_ok=True)
 
 
 def measure_inference(runs: Sequence[Run], folder: Path) -> dict[str, float]:
-    """Milliseconds per image of each model at batch size 1, interleaved.
+    """Milliseconds per image of each model at batch size 1, timed interleaved.
 
-    Measured once, on untrained models, and written to the folder.
+    Measured once, on untrained models, and saved in the folder.
     """
     path = folder / _SPEED
     wanted = {run.config.model.name: run for run in runs}

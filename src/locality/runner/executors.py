@@ -1,7 +1,6 @@
 """Executors of runs: local processes, or Slurm through submitit.
 
-An executor executes each run once and reports whether it failed. Results are read from the run
-folders.
+An executor executes each run once and reports errors. Results are read from the run folders.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ _POLL_SECONDS = 0.2
 
 
 def execute(run: Run) -> str | None:
-    """Execute a run in this process; its output goes to a file beside its folder.
+    """Execute a run in this process, with its output redirected to `log_file`.
 
     Returns:
-        None if the folder now holds a result, else why not.
+        None if the folder now has a result, else the reason.
     """
     log = log_file(run.folder)
     try:
@@ -63,10 +62,10 @@ def execute(run: Run) -> str | None:
 
 
 def _with_one_device(config: RunConfig) -> RunConfig:
-    """One device where the settings say all, since runs execute in parallel.
+    """Use one device where the settings say all, because runs execute in parallel.
 
-    Several devices would repeat the command line, which is no training command here. Under srun a
-    run has as many devices as tasks.
+    Lightning starts several devices by repeating the command line, which is not a training command
+    here. Under srun, a run has as many devices as tasks.
     """
     if config.engine.devices or launched_externally():
         return config
@@ -75,12 +74,12 @@ def _with_one_device(config: RunConfig) -> RunConfig:
 
 
 def log_file(folder: Path) -> Path:
-    """The file for the output of a run, beside its folder."""
+    """The log file of a run: FOLDER.log next to the run folder."""
     return folder.with_name(folder.name + ".log")
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs of this process, as CUDA_VISIBLE_DEVICES names them."""
+    """The GPUs of this process, named as in CUDA_VISIBLE_DEVICES."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [name.strip() for name in named.split(",") if name.strip()]
@@ -88,12 +87,12 @@ def visible_gpus() -> list[str]:
 
 
 class Executor(ABC):
-    """Executes independent runs, several at a time.
+    """Executes independent runs in parallel.
 
     Args:
-        jobs: runs at a time.
-        threads: CPU threads per run; the machine's divided by `jobs` unless given. Another number
-            of threads changes the rounding of sums.
+        jobs: number of parallel runs.
+        threads: CPU threads per run; the machine's divided by `jobs` by default. The number of
+            threads affects the rounding of sums.
     """
 
     def __init__(self, jobs: int, threads: int | None = None) -> None:
@@ -103,20 +102,20 @@ class Executor(ABC):
 
     @abstractmethod
     def submit(self, runs: Sequence[Run]) -> Sequence[Any]:
-        """Start runs; jobs with `done()`."""
+        """Start runs and return their jobs, objects with `done()`."""
 
     @abstractmethod
     def error(self, job: Any) -> str | None:
-        """The error of a job that is done, or waited for."""
+        """The error of a job, or None; waits for the job to end."""
 
     @abstractmethod
     def cancel(self, jobs: Sequence[Any]) -> None:
-        """Stop the jobs that are left, if any; nothing is submitted after this."""
+        """Stop the remaining jobs; nothing is submitted afterwards."""
 
     def map(self, runs: Sequence[Run]) -> Iterator[Outcome]:
-        """Execute all runs and yield the outcome of each as it ends, in any order.
+        """Execute all runs and yield each outcome as the run ends, in any order.
 
-        Closing the iterator stops the others, which save and can be resumed.
+        Closing the iterator stops the remaining runs, which save and can be resumed.
         """
         waiting = list(runs)
         running: list[tuple[Run, Any]] = []
@@ -137,7 +136,7 @@ class Executor(ABC):
 
 
 class LocalExecutor(Executor):
-    """Processes on this machine, each with one GPU if there are any."""
+    """Processes on this machine, with one GPU each if available."""
 
     def __init__(self, jobs: int = 2, threads: int | None = None) -> None:
         super().__init__(jobs, threads)
@@ -164,11 +163,11 @@ class LocalExecutor(Executor):
 
 
 class _Worker:
-    """A process that executes one run after the other, and is replaced if it dies.
+    """A process that executes runs one after the other, and is replaced if it dies.
 
     Args:
         threads: CPU threads.
-        gpu: its GPU, as CUDA_VISIBLE_DEVICES names it; None leaves that variable alone.
+        gpu: its GPU, named as in CUDA_VISIBLE_DEVICES; None keeps the environment.
     """
 
     def __init__(self, threads: int, gpu: str | None) -> None:
@@ -178,10 +177,10 @@ class _Worker:
 
     def start(self, run: Run) -> None:
         if self._process is None or not self._process.is_alive():
-            # A forked child would inherit locks held by this process's threads.
+            # A forked child would inherit locks of other threads.
             context = multiprocessing.get_context("spawn")
             self._connection, child = context.Pipe()
-            # Not daemonic: training may start loading processes.
+            # Not daemonic, so that training can start data loading processes.
             self._process = context.Process(target=_work, args=(child, *self._settings))
             self._process.start()
             child.close()
@@ -202,7 +201,7 @@ class _Worker:
             return f"its process ended unexpectedly (exit code {code})"
 
     def stop(self) -> None:
-        """Ask the run to save and end after its step."""
+        """Ask the run to save and stop after the current step."""
         self._process.terminate()
 
     def close(self) -> None:
@@ -216,17 +215,17 @@ def _work(connection: Connection, threads: int, gpu: str | None) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # read when CUDA is first used
     torch.set_num_threads(threads)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    # Ctrl-C reaches every process of a terminal. Between runs the parent handles it, during a run
-    # training does.
+    # Ctrl-C reaches all processes of a terminal. The parent handles it between runs, training
+    # during a run.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The connection breaks when the parent is gone.
+    # The connection breaks when the parent exits.
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             connection.send(execute(connection.recv()))
 
 
 def _exit_with_parent() -> None:
-    """Send SIGTERM to this process when the parent has ended, so that a run saves first."""
+    """Send SIGTERM to this process when the parent exits, so that the run saves first."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -234,13 +233,13 @@ def _exit_with_parent() -> None:
 
 
 class SubmititExecutor(Executor):
-    """SLURM jobs through submitit, or local processes where there is no SLURM.
+    """Slurm jobs through submitit, or local processes without Slurm.
 
     Args:
-        jobs: jobs at a time; on a cluster the limit of the job array.
-        threads: processor cores per job.
-        logs: folder for submitit's files, on a disk that all machines share.
-        parameters: further ones of submitit's, such as `slurm_partition`, `gpus_per_node`,
+        jobs: number of parallel jobs; on a cluster, the limit of the job array.
+        threads: CPU cores per job.
+        logs: folder for submitit's files, on a shared disk.
+        parameters: other submitit parameters, such as `slurm_partition`, `gpus_per_node`,
             `timeout_min`.
     """
 
@@ -253,7 +252,7 @@ class SubmititExecutor(Executor):
 
         self._executor = submitit.AutoExecutor(folder=logs)
         if self._executor.cluster == "slurm":
-            self.max_jobs = 10**9  # SLURM queues; submitit's local executor starts all jobs at once
+            self.max_jobs = 10**9  # Slurm queues jobs; submitit's local executor does not
         defaults: dict[str, Any] = {
             "name": "locality",
             "cpus_per_task": self.threads,
@@ -278,7 +277,7 @@ class SubmititExecutor(Executor):
 
 
 def _execute_in(place: str, threads: int, run: Run) -> str | None:
-    """`execute` on another machine, where relative paths start from the folder `place` too."""
+    """`execute` on another machine, with `place` as its working directory."""
     os.chdir(place)
     torch.set_num_threads(threads)
     return execute(run)
@@ -292,20 +291,20 @@ def run_all(
     quiet: bool = False,
     ended: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
-    """Execute runs and all they need; finished ones are skipped, others resume.
+    """Execute runs and their dependencies; finished runs are skipped, started ones resumed.
 
-    If a run fails, the others go on.
+    A failed run does not stop the others.
 
     Args:
-        runs: in any order; the same folder may come up more than once.
-        jobs: runs at a time.
-        executor: "local", "submitit", or an object with their `map`.
-        threads: processor threads per run; the machine's divided by `jobs` unless given.
+        runs: the runs, in any order; folders may repeat.
+        jobs: number of parallel runs.
+        executor: "local", "submitit", or an `Executor`.
+        threads: CPU threads per run; the machine's divided by `jobs` by default.
         quiet: print no progress.
-        ended: called with the outcome of each run that was executed, while the others go on.
+        ended: called with the outcome of each executed run as it ends.
 
     Returns:
-        one outcome per run given, in their order.
+        the outcome of each given run, in the given order.
     """
     runs = list(runs)
     everything = with_needs(runs)
@@ -319,7 +318,7 @@ def run_all(
     count, total, started = 0, len(waiting), time.monotonic()
     while waiting:
         later = {run.folder for run in waiting}
-        # Runs whose needs are finished execute in parallel.
+        # Runs whose dependencies have finished run in parallel.
         wave = [run for run in waiting if not any(each.folder in later for each in run.needs)]
         waiting = [run for run in waiting if run not in wave]
         refused = [Outcome(run, why) for run in wave if (why := _failed(run, outcomes))]
@@ -337,7 +336,7 @@ def run_all(
 
 
 def _failed(run: Run, outcomes: Mapping[Path, Outcome]) -> str | None:
-    """Which needed run failed, and why."""
+    """Why a run cannot start because of a failed dependency, or None."""
     for needed in run.needs:
         error = outcomes[needed.folder].error
         if error is not None:

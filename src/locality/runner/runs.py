@@ -1,4 +1,4 @@
-"""A training run as a request: its configuration, its folder, what it needs first, its cost."""
+"""Run requests: configuration, folder, dependencies and cost."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from locality.training.run_folder import RunFolder
 
 TRAIN = "locality.training:train"
 _RUNS = with_role(RunConfig, "run")
-# Settings that change no number of a run.
+# Settings that do not affect a run's results.
 _NO_NUMBER = with_role(RunConfig, "how", "label")
-# The default of every other setting when it was introduced; see there.
+# Defaults of all other settings when they were introduced.
 _INTRODUCED = flatten(read_yaml(Path(__file__).with_name("introduced.yaml")))
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training run as a request.
+    """A requested training run.
 
     Attributes:
-        name: for people, such as "convit_nano 5% seed 0".
-        config: the whole configuration.
-        folder: its run folder.
-        needs: runs that have to finish before this one (a teacher, weights to start from).
-        task: "module:function" that is called with (config, folder) to execute the run.
+        name: display name, such as "convit_nano 5% seed 0".
+        config: the full configuration.
+        folder: the run folder.
+        needs: runs that must finish first (a teacher, initial weights).
+        task: "module:function", called with (config, folder) to execute the run.
     """
 
     name: str
@@ -54,10 +54,10 @@ class Run:
     task: str = TRAIN
 
     def result(self) -> dict[str, Any] | None:
-        """The content of result.json, or None while the run is not finished.
+        """The content of result.json, or None if the run has not finished.
 
         Raises:
-            UserError: if the file is there and cannot be read.
+            UserError: the file exists but cannot be read.
         """
         return RunFolder(self.folder).read_result()
 
@@ -66,7 +66,7 @@ class Run:
         if self.result() is None:
             return False
         if self.task != TRAIN:
-            return True  # a task may complete the configuration it is given
+            return True  # other tasks may change the configuration
         changed = changed_settings(read_config(self.folder), self.config, _same_name)
         return all(name in _NO_NUMBER for name, *_ in changed)
 
@@ -77,7 +77,7 @@ class Outcome:
 
     Attributes:
         run: the run.
-        error: None if its folder holds a result, else why not.
+        error: why the run has no result; None if it has one.
     """
 
     run: Run
@@ -87,8 +87,8 @@ class Outcome:
 def digest(config: RunConfig, task: str = TRAIN) -> str:
     """Twelve hexadecimal digits that identify what a run computes.
 
-    A setting counts only where it differs from its default when it was introduced, so that a new
-    setting changes no existing folder, and another default does.
+    Only settings that differ from their default when introduced count: adding a setting keeps
+    existing folders, changing a default does not.
     """
     values = {
         _as_introduced(name): _folder_name(value) if name in _RUNS else value
@@ -100,7 +100,7 @@ def digest(config: RunConfig, task: str = TRAIN) -> str:
 
 
 def _as_introduced(name: str) -> str:
-    """The name by which a setting identifies a run: a model's own were in a group."""
+    """A setting's name in the digest: architecture settings used to be under model.overrides."""
     is_own = name.startswith("model.") and name not in _INTRODUCED
     return name.replace("model.", "model.overrides.", 1) if is_own else name
 
@@ -110,7 +110,7 @@ def _same_name(old: str | None, new: str | None) -> bool:
 
 
 def _folder_name(value: str | None) -> str | None:
-    """The name of a run folder, which identifies its content; its location does not matter."""
+    """The name of a run folder, which identifies its content regardless of location."""
     return None if value is None else Path(value).name
 
 
@@ -121,7 +121,7 @@ def content_folder(root: Path, config: RunConfig, task: str = TRAIN) -> Path:
 
 
 def with_needs(runs: Iterable[Run]) -> list[Run]:
-    """The runs and all they need, each folder once, in an order that satisfies the needs."""
+    """Runs and their dependencies, each folder once, dependencies first."""
     ordered: dict[Path, Run] = {}
 
     def add(run: Run) -> None:
@@ -136,7 +136,7 @@ def with_needs(runs: Iterable[Run]) -> list[Run]:
 
 
 def threads_per_run(jobs: int) -> int:
-    """CPU threads for each of `jobs` runs at a time, at least 1."""
+    """CPU threads for each of `jobs` parallel runs, at least 1."""
     return max(1, processors() // jobs)
 
 
@@ -146,10 +146,10 @@ class RunCost:
 
     Attributes:
         state: "finished", "resume" or "start".
-        images: seen in training.
+        images: images seen in training, with repetition.
         macs: multiply-accumulates of training: three forward passes per image.
-        seconds: on this machine, as the result of a finished run says or a few steps suggest.
-        problem: why the run cannot start, if it cannot; its cost is then 0.
+        seconds: recorded time of a finished run, else an estimate for this machine.
+        problem: why the run cannot start, or None; with a problem, the cost is 0.
     """
 
     state: str
@@ -162,12 +162,12 @@ class RunCost:
 def run_cost(run: Run, threads: int = 1) -> RunCost:
     """The cost of a run.
 
-    One network of each name is timed; the others of that name are assumed to be as fast per
+    One network per model name is timed; others of that name are assumed to be as fast per
     multiply-accumulate.
 
     Args:
-        run: any.
-        threads: CPU threads that it will have.
+        run: the run.
+        threads: its CPU threads.
     """
     config, state = run.config, "resume" if is_run_folder(run.folder) else "start"
     if run.is_finished():
@@ -181,7 +181,7 @@ def run_cost(run: Run, threads: int = 1) -> RunCost:
         plan = make_plan(config, training)
         macs = forward_macs(config.model, classes)
         computing = STEP_FORWARDS * macs / training_speed(config, classes, threads)
-        # These images are small, and loaded in no time.
+        # Loading time is neglected: the images are small.
         cost = Cost(training, validation, classes, macs, 0.0, computing)
         seconds = cost.seconds(plan.images, plan.evaluations)
         return RunCost(state, plan.images, STEP_FORWARDS * macs * plan.images, seconds)
@@ -192,13 +192,13 @@ def run_cost(run: Run, threads: int = 1) -> RunCost:
 def workload(
     runs: Iterable[Run], jobs: int = 2, threads: int | None = None, each: bool = False
 ) -> str:
-    """The cost of runs and of all they need, for people.
+    """The cost of runs and their dependencies, as text.
 
     Args:
-        runs: in any order.
-        jobs: runs at a time.
-        threads: CPU threads per run; the machine's divided by `jobs` unless given.
-        each: also a line per run: name, state and cost.
+        runs: the runs, in any order.
+        jobs: number of parallel runs.
+        threads: CPU threads per run; the machine's divided by `jobs` by default.
+        each: add a table with name, state and cost of each run.
     """
     threads = threads or threads_per_run(jobs)
     costs = [(run.name, run_cost(run, threads)) for run in with_needs(runs)]
@@ -209,7 +209,7 @@ def workload(
         f"{states['start']} to start"
     ]
     if problems := sum(cost.problem is not None for cost in waiting):
-        lines.append(f"{problems} of them cannot start; the table of runs says why")
+        lines.append(f"{problems} of them cannot start; see the table of runs")
     if waiting:
         seconds = sum(cost.seconds for cost in waiting) / jobs
         lines.append(

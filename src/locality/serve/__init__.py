@@ -1,5 +1,5 @@
-"""A page and an endpoint to try a model: an image in; classes, and what every head looks at, out.
+"""A web page and HTTP endpoints that classify images and show the attention of all heads.
 
-`application` is what is answered, `decoding` leads from the bytes of an image to its pixels, and
-`server` says who is answered, and how long anybody is waited for.
+`application` defines the endpoints, `decoding` turns image files into pixels in separate processes,
+and `server` checks hosts and enforces timeouts.
 """

@@ -1,8 +1,8 @@
 """The FastAPI application: a page, and the endpoints /predict and /attention.
 
-An image is the body of a request, alone or as the one file of a form, within limits; a request has
-nothing else: no file is named, none is written. A few images at a time are decoded, and one is
-looked at; only what the model takes of it comes to this process.
+A request's body is an image, or a form with one file, of limited size. Requests cannot name files,
+and none are written. A few images are decoded at a time, in other processes that return only the
+model's crop; the model runs on one image at a time.
 """
 
 from __future__ import annotations
@@ -36,30 +36,31 @@ from locality.serve.decoding import Busy, Crops, Decoder
 from locality.templates import render
 
 MEGABYTES = 20
-"""Largest file that is taken."""
-# A form's own lines come on top of the file.
+"""Largest accepted file."""
+# Allows for a form's headers.
 _LARGEST = MEGABYTES * 1_000_000 + 10_000
-# More is not even read on, and who is slower is not waited for.
+# Stop reading a body beyond this size or time.
 _MAX_READ_BYTES = 400_000_000
 _SECONDS = 60
 _MAX_FORM_PARTS = 100
 _MAX_NAMED = 6  # classes in the title
-# Of all requests together. Counting requests instead would let some that send slowly shut out all.
+# For all requests together. A limit on their number would let slow clients block all others.
 _MAX_HELD_BYTES = 100_000_000
 
 
 class RequestBodies:
-    """The bodies of all open requests, and the memory that they take."""
+    """Reads request bodies and limits their total memory."""
 
     def __init__(self) -> None:
         self._held = 0
 
     @contextlib.asynccontextmanager
     async def image(self, request: Request) -> AsyncIterator[bytes]:
-        """The bytes of the image that was sent, which count as held until the block ends.
+        """Context manager: the bytes of the sent image, counted as held inside the block.
 
         Raises:
-            HTTPException: if it is too much, takes too long, or a form has no or several files.
+            HTTPException: too large, too slow, too many images at once, or a form without exactly
+                one file.
         """
         kept, size = bytearray(), 0
         try:
@@ -75,12 +76,12 @@ class RequestBodies:
             self._held -= len(kept) + size
 
     async def drop(self, request: Request) -> None:
-        """Read what is sent to its end: a client that still sends does not read the response."""
+        """Read the body to its end: clients that are still sending do not read the response."""
         with contextlib.suppress(HTTPException):
             await self._read(request, None)
 
     async def _read(self, request: Request, kept: bytearray | None) -> None:
-        """Append the body to `kept`. What is too much is dropped, and read to its end."""
+        """Append the body to `kept`. A body that is too large is read to its end and dropped."""
         length = 0
         try:
             with anyio.fail_after(_SECONDS):
@@ -102,32 +103,32 @@ class RequestBodies:
             sentence = f"the image did not arrive within {_SECONDS} seconds"
             raise HTTPException(408, sentence) from None
         except ClientDisconnect:
-            sentence = "the connection was closed before the image was there"
+            sentence = "the connection was closed before the image had arrived"
             raise HTTPException(400, sentence) from None
         if kept is not None and length > _LARGEST:
             raise _too_large()
 
 
 def _too_large() -> HTTPException:
-    return HTTPException(413, f"the file has more than {MEGABYTES} MB; give a smaller image")
+    return HTTPException(413, f"the file is larger than {MEGABYTES} MB; send a smaller image")
 
 
 def _file_of_form(data: bytes, content_type: str) -> bytes:
-    """The one file in a form (RFC 7578), as `curl -F image=@photo.png` sends it.
+    """The file in a form (RFC 7578), as sent by `curl -F image=@photo.png`.
 
     Raises:
-        HTTPException: if it has none, or several.
+        HTTPException: the form does not have exactly one file.
     """
     header = Message()
     header["content-type"] = content_type
     boundary = header.get_boundary("").encode()
-    # Between two boundaries, which no part contains: its headers, an empty line, its content.
+    # Each part between boundaries: headers, an empty line, content.
     _, *parts = (b"\r\n" + data).split(b"\r\n--" + boundary, _MAX_FORM_PARTS)
     divided = [part.partition(b"\r\n\r\n") for part in parts] if boundary else []
     files = [content for lines, _, content in divided if b"filename" in lines]
     if len(files) != 1:
         raise HTTPException(
-            422, f"the form has {len(files)} files; give one, as in curl -F image=@photo.jpg"
+            422, f"the form has {len(files)} files; send one, as in curl -F image=@photo.jpg"
         )
     return files[0]
 
@@ -154,14 +155,14 @@ class ClassProbability(BaseModel):
 
 
 class Prediction(BaseModel):
-    """The most likely classes of an image, best first."""
+    """The most probable classes of an image, best first."""
 
     model: str
     classes: list[ClassProbability]
 
 
 class ErrorResponse(BaseModel):
-    """Why a request was not answered, in a sentence."""
+    """An error message."""
 
     detail: str
 
@@ -169,12 +170,12 @@ class ErrorResponse(BaseModel):
 def application(
     classifier: Classifier, title: str = "", decoding: Decoding = DEFAULT_DECODING
 ) -> FastAPI:
-    """The page at /, the endpoints /predict and /attention, and their description, /openapi.json.
+    """The application: page at /, endpoints /predict and /attention, reference /openapi.json.
 
     Args:
-        classifier: which answers; a graph has no attention to show.
-        title: of the page; a question about its classes unless given.
-        decoding: as of the model's images; they are turned as they were held in any case.
+        classifier: the model; /attention does not support ONNX graphs.
+        title: the page's title; by default a question with the class names.
+        decoding: how images are decoded; EXIF orientation is always applied.
     """
     refused: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorResponse} for status in (408, 413, 422, 500, 503)
@@ -182,7 +183,7 @@ def application(
     service = FastAPI(
         title=title or f"locality: {classifier.name}",
         version=__version__,
-        docs_url=None,  # they load scripts from elsewhere
+        docs_url=None,  # the docs pages load external scripts
         redoc_url=None,
         responses=refused,
     )
@@ -191,9 +192,9 @@ def application(
     preprocessing = classifier.preprocessing
     mode = MODES.get(len(preprocessing.mean), "RGB")
     decode = Decoder(preprocessing, mode, decoding)
-    # Of images that are cut already.
+    # The decoder has already cropped the images.
     looking = replace(classifier, preprocessing=replace(preprocessing, crop_pct=1.0))
-    # torch takes all processors for one image as it is.
+    # torch already uses all cores for one image.
     one = anyio.CapacityLimiter(1)
 
     async def answered(request: Request, answer: Callable[[Crops], T]) -> T:
@@ -208,7 +209,7 @@ def application(
             except (BadImage, UserError) as error:
                 raise HTTPException(422, str(error)) from None
             except BrokenWorkerProcess:
-                sentence = "the process that decoded the image was killed, most often for memory"
+                sentence = "the process that decoded the image was killed; probably out of memory"
                 raise HTTPException(503, sentence) from None
 
     @service.get("/", response_class=HTMLResponse, include_in_schema=False)
@@ -217,19 +218,19 @@ def application(
 
     @service.post("/predict", openapi_extra=_IMAGE)
     async def predict(request: Request) -> Prediction:
-        """The five most likely classes of the image in the body."""
+        """The five most probable classes of the image in the body."""
 
         def look(crops: Crops) -> dict[str, float]:
             return looking.top_classes(looking([crops.image])[0])
 
         found = await answered(request, look)
-        # A name may hold what is no text in UTF-8.
+        # Names may contain characters that are invalid in UTF-8.
         named = [ClassProbability(name=printable(name), probability=p) for name, p in found.items()]
         return Prediction(model=classifier.name, classes=named)
 
     @service.post("/attention", openapi_extra=_IMAGE, response_class=HTMLResponse)
     async def attention(request: Request) -> str:
-        """A page of the image in the body: attention of every layer and head, and gates."""
+        """An HTML page with the attention of all layers and heads for the image in the body."""
 
         def look(crops: Crops) -> str:
             return explorer_page([looking], [crops.image], ["your image"], [crops.shown])
@@ -241,14 +242,14 @@ def application(
         if error.status_code in (404, 405):
             await bodies.drop(request)
         sentence = {
-            404: "there is nothing here: / is a page, /predict and /attention take an image",
-            405: f"{request.method} is not answered here; POST an image to /predict or /attention",
+            404: "not found; open / for the page, or POST an image to /predict or /attention",
+            405: f"{request.method} is not supported; POST an image to /predict or /attention",
         }.get(error.status_code, error.detail)
         return JSONResponse({"detail": sentence}, error.status_code, error.headers)
 
     @service.exception_handler(Exception)
     async def fail(request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse({"detail": "an error of the server, which its log shows"}, 500)
+        return JSONResponse({"detail": "internal server error; see the server's log"}, 500)
 
     return service
 
@@ -266,7 +267,7 @@ def _page(classifier: Classifier, title: str = "") -> str:
 
 
 def _question(classifier: Classifier) -> str:
-    """What the model answers: "coat, shirt or t-shirt?"; its name where classes have none."""
+    """A title such as "coat, shirt or t-shirt?"; the model's name without class names."""
     *names, last = map(printable, classifier.classes or [classifier.name])
     if len(names) >= _MAX_NAMED:
         return f"Which of {len(names) + 1:,} classes?"
@@ -274,14 +275,13 @@ def _question(classifier: Classifier) -> str:
 
 
 def content_policy(classifier: Classifier, framed: bool) -> str:
-    """The Content-Security-Policy of the page: nothing from elsewhere, no script but its own.
+    """The page's Content-Security-Policy: no external resources, only its own scripts.
 
-    The explorer's page is in a frame of it, and what is in a frame without an address has the
-    policy of the page around.
+    It also applies to the explorer's page, a frame without a URL, which inherits the policy.
 
     Args:
-        classifier: which the page is of.
-        framed: whether other pages may show it in a frame.
+        classifier: the page's model.
+        framed: allow other pages to show it in a frame.
     """
     explorer: dict[str, Any] = {"data": "", "blobs": [], "models": [], "version": ""}
     both = _page(classifier) + render("locality.analysis", "explorer.html", **explorer)

@@ -1,8 +1,8 @@
-"""From the bytes of an image to its pixels, in a process that is ended where that takes too long.
+"""Decode image files in processes with time and memory limits.
 
-A file of a few kB can keep a decoder busy for minutes, and nothing but the end of its process stops
-it. Processes are kept for the next image, and import neither torch nor the server. They return no
-more pixels than the model takes and the page shows, and get no more memory than they are lent.
+A file of a few kB can keep a decoder busy for minutes, and only killing its process stops it.
+Processes are reused, import neither torch nor the server, and return only the pixels that the model
+and the page need.
 """
 
 from __future__ import annotations
@@ -26,41 +26,44 @@ from locality.data.resizing import high_resolution_crop, resize_and_crop
 from locality.data.sources import BadImage, TooManyPixels
 
 SECONDS = 10
-"""The longest that decoding an image may take."""
+"""Time limit of decoding an image."""
 _WAIT_SECONDS = 60
 
 
 class Busy(Exception):
-    """Too many images wait to be decoded; the message says so."""
+    """Too many images are waiting to be decoded."""
 
 
 class Lane(NamedTuple):
-    """Images up to a number of pixels, of which so many are decoded at once."""
+    """A queue for images of up to `pixels` pixels, with `bytes` of memory and `at_once` at a time.
+
+    Small images do not wait for large ones.
+    """
 
     pixels: int
     bytes: int
     at_once: int
 
 
-# Of one image, the pixels before and after a turn are in memory together, 8 bytes of each. The
-# second lane takes what a telephone takes, and small images do not wait for that.
+# Rotating an image holds its pixels twice, 8 bytes per pixel in all. The second lane fits phone
+# photographs.
 LANES = (Lane(2_000_000, 50_000_000, 2), Lane(50_000_000, 420_000_000, 1))
 
 
 class Crops(NamedTuple):
-    """An image as the model takes it, but for the normalisation, and with more pixels to show."""
+    """The model's crop of an image before normalisation, and a high-resolution one to show."""
 
     image: Image.Image
     shown: Image.Image
 
 
 class Decoder:
-    """Decodes images for a model, in processes of its own.
+    """Decodes images for a model in separate processes.
 
     Args:
-        preprocessing: of the model.
-        mode: Pillow's, of the images that the model takes.
-        settings: of decoding; images are turned as they were held in any case.
+        preprocessing: the model's preprocessing.
+        mode: Pillow mode of the model's input.
+        settings: how images are decoded; EXIF orientation is always applied.
     """
 
     def __init__(
@@ -72,12 +75,12 @@ class Decoder:
         self._processes = anyio.CapacityLimiter(sum(lane.at_once for lane in LANES))
 
     async def __call__(self, data: bytes) -> Crops:
-        """The image in `data`, the bytes of a file.
+        """Decode `data`, the bytes of an image file.
 
         Raises:
-            BadImage: if there is none that can be taken, or it takes too long or too much memory.
-            Busy: if others have taken all processes for a minute.
-            BrokenWorkerProcess: if the process was killed from outside.
+            BadImage: not a readable image, or decoding takes too long or too much memory.
+            Busy: all processes were busy for a minute.
+            BrokenWorkerProcess: the process was killed from outside.
         """
         for lane, places in zip(LANES, self._places, strict=True):
             most = min(lane.pixels, self._settings.max_pixels)
@@ -91,13 +94,13 @@ class Decoder:
                 if lane is LANES[-1]:
                     raise
             except BadImage:
-                # WebP needs its memory before it says how many pixels it has.
+                # WebP allocates memory before it reports the number of pixels.
                 if lane is LANES[-1] or data[8:12] != b"WEBP":
                     raise
             except MemoryError:
                 raise BadImage(
-                    f"decoding the image takes more than {lane.bytes // 1_000_000} MB; give it "
-                    f"with fewer pixels, or as a plain JPEG or PNG"
+                    f"decoding the image takes more than {lane.bytes // 1_000_000} MB; send fewer "
+                    f"pixels, or a plain JPEG or PNG"
                 ) from None
         raise AssertionError("the last lane returns or raises")
 
@@ -117,26 +120,26 @@ async def _place(places: anyio.Semaphore) -> AsyncIterator[None]:
 async def in_process(
     function: Callable[..., Any], *arguments: Any, limiter: anyio.CapacityLimiter
 ) -> Any:
-    """What a function returns in a process, which is ended if that takes too long.
+    """Call a function in a process, which is killed after `SECONDS`.
 
     Raises:
-        BadImage: if it does.
-        BrokenWorkerProcess: if the process was killed from outside.
+        BadImage: it took longer.
+        BrokenWorkerProcess: the process was killed from outside.
     """
     with anyio.move_on_after(SECONDS):
         return await anyio.to_process.run_sync(
             function, *arguments, cancellable=True, limiter=limiter
         )
     raise BadImage(
-        f"decoding the image takes more than {SECONDS} seconds; give it with fewer pixels, or as a "
-        f"plain JPEG or PNG"
+        f"decoding the image takes more than {SECONDS} seconds; send fewer pixels, or a plain JPEG "
+        f"or PNG"
     )
 
 
 def _decode(
     data: bytes, settings: Decoding, memory: int, preprocessing: Preprocessing, mode: str
 ) -> Crops:
-    # Ctrl-C reaches every process of a terminal; the server ends this one itself.
+    # Ctrl-C reaches all processes of a terminal; the server ends this one itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     most, (_, hard) = psutil.Process().memory_info().data, resource.getrlimit(resource.RLIMIT_DATA)
     most += memory
@@ -147,8 +150,8 @@ def _decode(
     except BadImage as error:
         if isinstance(error, TooManyPixels) or memory < LANES[-1].bytes:
             raise
-        # Some decoders call a file damaged where they get no memory.
+        # Some decoders report a damaged file when out of memory.
         megabytes = memory // 1_000_000
-        raise BadImage(f"{error}; or decoding it takes more than {megabytes} MB") from None
+        raise BadImage(f"{error}, or decoding takes more than {megabytes} MB") from None
     cut = resize_and_crop(convert(image, mode), preprocessing)
     return Crops(cut, high_resolution_crop(image, preprocessing))

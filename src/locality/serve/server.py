@@ -1,8 +1,7 @@
 """The uvicorn server: host checks, timeouts and shutdown.
 
-A page that somebody visits can send requests to this machine, and through DNS rebinding it could
-read the responses. Hence a request has to name a known host, and a POST has to come from the page
-itself.
+Any web page that the user visits can send requests to this machine and, through DNS rebinding, read
+the responses. So a request must name a known host, and a POST must come from the page itself.
 """
 
 from __future__ import annotations
@@ -35,20 +34,21 @@ from locality.data.config import DEFAULT_DECODING, Decoding
 from locality.errors import UserError
 from locality.serve.application import application, content_policy
 
-# For a request's header to come, and for an answer to be read, once it is more than is buffered.
+# Seconds for a request's header to arrive, and for a client to read a response that fills the
+# buffer.
 _HEADER_TIMEOUT = 10
 _WRITE_TIMEOUT = 60
-# For requests to be answered after Ctrl-C.
+# Seconds to finish open requests after Ctrl-C.
 _SHUTDOWN_SECONDS = 2
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\s\[\]:/?#@]+))(?::\d*)?")
 
 
 class HostCheck:
-    """Answers requests to hosts that are known, and posts from no other page.
+    """Middleware that rejects requests to unknown hosts and POSTs from other pages.
 
     Args:
         answered: the application.
-        hosts: names and addresses; `*` stands for any letters.
+        hosts: known names and addresses; `*` matches any characters.
     """
 
     def __init__(self, answered: ASGIApp, hosts: Sequence[str]) -> None:
@@ -56,7 +56,7 @@ class HostCheck:
         self._hosts = [host.lower() for host in hosts]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or say why it is not answered."""
+        """Answer a request, or respond with an error."""
         if refusal := scope["type"] == "http" and self._refusal(scope):
             status, sentence = refusal
             await JSONResponse({"detail": sentence}, status)(scope, receive, send)
@@ -68,23 +68,23 @@ class HostCheck:
         host = headers.get("host", "").lower()
         named = _HOST.fullmatch(host)
         name = (named[1] or named[2]) if named else ""
-        # The address that was connected to is no name that leads here.
+        # The address of the connection itself cannot be rebound.
         known = [*self._hosts, scope["server"][0]]
         if not named or not any(fnmatchcase(name, pattern) for pattern in known):
-            return 400, f"the host '{host}' is not known here; start with --hosts to add names"
+            return 400, f"unknown host '{host}'; start the server with --hosts to allow it"
         origin = headers.get("origin")
         if origin is None or scope["method"] in ("GET", "HEAD"):
             return None
         if origin.lower().partition("://")[2] != host:
-            return 403, f"a page of {origin} may not ask {host}; a proxy has to pass the host on"
+            return 403, f"a page of {origin} may not POST to {host}; a proxy must forward the host"
         return None
 
 
 class _Connection(H11Protocol):
-    """uvicorn's, where a request's header has to be whole in time, and an answer is read in time.
+    """uvicorn's protocol with timeouts for request headers and for reading responses.
 
-    uvicorn has a time between requests, which ends with the first byte of the next; here it ends
-    with the last byte of its header, and begins with the connection.
+    uvicorn's keep-alive timeout runs between requests and ends with the first byte of the next one.
+    Here it starts with the connection and ends with the last byte of the header.
     """
 
     _reading: TimerHandle | None = None
@@ -97,7 +97,7 @@ class _Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.conn.receive_data(data)
-        self.handle_events()  # ends the time where a header is whole
+        self.handle_events()  # stops the timeout when a header is complete
 
     def timeout_keep_alive_handler(self) -> None:
         if self.conn.trailing_data[0] and not self.transport.is_closing():
@@ -107,11 +107,11 @@ class _Connection(H11Protocol):
             super().timeout_keep_alive_handler()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "this is no request of HTTP/1.1")
+        self._refuse(400, "not a valid HTTP/1.1 request")
 
     def _refuse(self, status: int, sentence: str) -> None:
         if self.cycle is not None:
-            self.cycle.disconnected = True  # what the application answers now goes nowhere
+            self.cycle.disconnected = True  # discards the application's response
         body = json.dumps({"detail": sentence}).encode()
         headers = [
             *self.server_state.default_headers,
@@ -143,7 +143,7 @@ class _Connection(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which stops in time whatever it is doing."""
+    """uvicorn's server with a time limit on shutdown."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         seconds = 0 if self.should_exit else _SHUTDOWN_SECONDS
@@ -154,9 +154,9 @@ class _Server(uvicorn.Server):
 
 
 def _end(code: int) -> NoReturn:
-    """End this process and all below it, although a thread of it may be looking at an image.
+    """End this process and its children, even if a thread is still running the model.
 
-    Nothing is left to write, and Python takes seconds to take torch apart.
+    Nothing is left to write, and unloading torch regularly would take seconds.
     """
     for decoder in psutil.Process().children():
         decoder.kill()
@@ -171,25 +171,25 @@ def serve(
     title: str = "",
     decoding: Decoding = DEFAULT_DECODING,
 ) -> NoReturn:
-    """Answer until interrupted, and for two seconds more; then end the process.
+    """Serve until interrupted, finish open requests for up to two seconds, then end the process.
 
-    Prints the page's address once it answers.
+    Prints the page's URL when ready.
 
     Args:
-        classifier: which answers.
-        host: the address to listen at; 127.0.0.1 is reached from this machine alone.
-        port: 0 takes a free one.
-        hosts: names that the page is reached by, beside the machine's own; with "*" all are, and
-            other pages may show this one in a frame.
-        title: of the page; a question about its classes unless given.
-        decoding: as of the model's images; they are turned as they were held in any case.
+        classifier: the model.
+        host: address to listen on; 127.0.0.1 accepts connections from this machine only.
+        port: the port; 0 for any free one.
+        hosts: further host names of the server; "*" allows all, and lets other pages show this one
+            in a frame.
+        title: the page's title; by default a question with the class names.
+        decoding: how images are decoded; EXIF orientation is always applied.
 
     Raises:
-        UserError: if the address cannot be listened at, or a host is no name.
+        UserError: cannot listen on the address, or a host name is invalid.
     """
     for name in hosts:
         if not _HOST.fullmatch(name.lower()):
-            raise UserError(f"hosts has '{name}'; give a name alone, such as me.example")
+            raise UserError(f"invalid host name '{name}' in hosts; give a name such as me.example")
     framed = "*" in hosts
     headers = [
         ("content-security-policy", content_policy(classifier, framed)),
@@ -211,11 +211,11 @@ def serve(
         listening = socket.create_server((host, port), family=family)
     except OSError as error:
         raise UserError(
-            f"{host}, port {port}, cannot be listened at ({error.strerror}); give another --port"
+            f"cannot listen on {host}, port {port} ({error.strerror}); give another --port"
         ) from error
     shown = f"[{host}]" if ":" in host else host
     print(f"http://{shown}:{listening.getsockname()[1]}", flush=True)
-    # At the end it may say that it did not know a decoder's process, which is then gone as well.
+    # At shutdown asyncio may warn about an unknown child process, a decoder that was killed.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     with contextlib.suppress(KeyboardInterrupt):
         _Server(config).run(sockets=[listening])

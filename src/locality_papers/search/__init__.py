@@ -1,4 +1,4 @@
-"""CvT's architecture search (§4.2): its space, a supernet of all candidates, and the search."""
+"""CvT's architecture search (§4.2): search space, supernet and search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configuration of a search, and the searches with a name."""
+"""The configuration of a search, and the named searches."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from locality.settings import check, replace
 from locality.training import RunConfig, recipe
 
 SEARCH_FILE = "search.yaml"
-# The largest candidate alone at first, for this part of the supernet's training.
+# Share of the supernet's training in which only the largest candidate is trained.
 _WARMUP_FRACTION = 0.2
-# The easiest part of the images that each round of a method trains on.
+# Share of the images, the easiest ones, in each round of a method.
 ROUNDS = {"sandwich": (1.0,), "da_nas": (0.25, 0.5, 1.0)}
 
 
 @dataclass(frozen=True)
 class SearchConfig:
-    """A search, complete.
+    """The configuration of a search.
 
     Attributes:
-        run: how the supernet is trained, on which data, and the CvT whose blocks are chosen; its
-            own strides and ratios are what the result is compared with.
-        method: "sandwich" trains all candidates on all images; "da_nas" on images that grow harder,
-            and drops the options that lose in between (Dai et al. 2020).
-        parameters: the most that a candidate may have; None is no limit, here and below.
-        macs: the most multiply-accumulates for one image.
-        evaluations: candidates that evolution evaluates, and as many at random.
-        held_out: fraction of the training images that candidates are chosen by, and not trained on.
-            The validation images are for what is found.
-        calibration: training images that BatchNorm's statistics are taken from.
+        run: training of the supernet, its data, and the CvT whose blocks are searched; its own
+            strides and ratios are the default candidate.
+        method: "sandwich" trains all candidates on all images; "da_nas" on increasingly hard
+            images, dropping the worst options in between (Dai et al. 2020).
+        parameters: maximum number of parameters of a candidate; None for no limit.
+        macs: maximum multiply-accumulates per image of a candidate; None for no limit.
+        evaluations: candidates evaluated by evolution, and as many by random search.
+        held_out: fraction of the training images held out to choose candidates. Validation images
+            are only for the chosen one.
+        calibration: training images for BatchNorm's statistics.
     """
 
     run: RunConfig
@@ -50,18 +50,18 @@ class SearchConfig:
     def __post_init__(self) -> None:
         check(self)
         if self.run.data.fraction < 1:
-            raise UserError("a search sets data.fraction itself; use a data.train_part instead")
+            raise UserError("a search sets data.fraction itself; use data.train_part instead")
         check_model(self.run.model.name)
 
     @property
     def limits(self) -> dict[str, float]:
-        """The limits that there are, by what is limited."""
+        """The limits that are set, by name."""
         found = {name: getattr(self, name) for name in ("parameters", "macs")}
         return {name: most for name, most in found.items() if most is not None}
 
     @property
     def largest(self) -> RunConfig:
-        """The largest candidate's training, evaluated on held-out training images."""
+        """Training of the largest candidate, evaluated on held-out training images."""
         low, high = self.run.data.train_part
         cut = high - self.held_out * (high - low)
         parts = {"data.train_part": (low, cut), "data.val_part": (cut, high)}
@@ -69,7 +69,7 @@ class SearchConfig:
         return replace(self.run, model | parts)
 
     def rounds(self) -> list[RunConfig]:
-        """The warm-up and the rounds of the supernet, without the weights they start from."""
+        """The warm-up and the rounds of the supernet, without their initial weights."""
         parts = ROUNDS[self.method]
         runs = [_scaled_schedule(self.largest, _WARMUP_FRACTION)]
         for part in parts:
@@ -83,13 +83,13 @@ class SearchConfig:
 
 
 def check_model(name: str) -> None:
-    """Refuse a model that is not a CvT."""
+    """Check that a model is a CvT."""
     if variant(name).family != "cvt":
-        raise UserError(f"model.name is '{name}', and a search is over CvTs, such as cvt_nano")
+        raise UserError(f"model.name is '{name}'; a search needs a CvT, such as cvt_nano")
 
 
 def _scaled_schedule(run: RunConfig, part: float) -> RunConfig:
-    """A run with a part of its steps or epochs, warm-up and cool-down in proportion."""
+    """A run with a share of its steps or epochs, warm-up and cool-down."""
     ends = {
         f"schedule.{name}": getattr(run.schedule, name) * part for name in ("warmup", "cooldown")
     }
@@ -97,19 +97,19 @@ def _scaled_schedule(run: RunConfig, part: float) -> RunConfig:
 
 
 SEARCHES: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("searches.yaml"))
-"""Those that have a name, as `named` makes them."""
+"""Named searches; see `named`."""
 
 
 def named(name: str) -> SearchConfig:
-    """The search of this name."""
+    """The search named `name`."""
     row = lookup("search", name, SEARCHES)
     run = replace(recipe(row["recipe"], model=row["model"]), row["settings"])
     return SearchConfig(run, **row["search"])
 
 
 def read_search(folder: Path | str) -> SearchConfig:
-    """The search that a folder holds."""
+    """The configuration of the search in a folder."""
     file = Path(folder) / SEARCH_FILE
     if not file.exists():
-        raise UserError(f"{folder} holds no search: it has no {SEARCH_FILE}")
+        raise UserError(f"{folder} is not a search folder: it has no {SEARCH_FILE}")
     return settings.from_yaml(SearchConfig, read_text(file), str(file))

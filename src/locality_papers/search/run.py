@@ -1,13 +1,13 @@
-"""A search from beginning to end: train the supernet, choose a candidate, write what was found.
+"""Run a search: train the supernet, choose a candidate, write the results.
 
-search.yaml       the whole search
-warm-up/          run folder: the largest candidate alone; its losses rank images by difficulty
-start/            its weights, hidden units in the order of importance
-round-1/ …        run folders of the supernet; one, or one for each amount of images
-difficulty.npy    the loss of every training image after the warm-up
-candidates.csv    every candidate that was evaluated, and how well it did
-chosen.yaml       what was found, as settings for `locality train --config`
-chosen/           and its weights from the supernet
+search.yaml       the configuration
+warm-up/          run folder of the largest candidate, whose losses rank images by difficulty
+start/            its weights, hidden units sorted by importance
+round-1/ …        run folders of the supernet, one per share of the images
+difficulty.npy    loss of each training image after the warm-up
+candidates.csv    all evaluated candidates and their accuracies
+chosen.yaml       the best candidate, as settings for `locality train --config`
+chosen/           its weights from the supernet
 page.html         a report
 result.json       written last
 """
@@ -51,25 +51,25 @@ from locality_papers.search import supernet
 from locality_papers.search.config import ROUNDS, SEARCH_FILE, SearchConfig, read_search
 from locality_papers.search.space import Candidates, Score, Scores, SearchSpace, evolve, prune
 
-# Between rounds da_nas drops this fraction of options, by the accuracy of this many candidates.
+# Between rounds, da_nas drops this share of the options, judged by this many candidates.
 _DROPPED, _PRUNING = 0.25, 64
 _AXES = {"parameters": "parameters", "macs": "multiply-accumulates per image"}
-_CHUNK_SIZE = 8  # candidates, before they are written down
+_CHUNK_SIZE = 8  # candidates evaluated between writes
 _COLUMNS = ("step", "round", "by", "number", "shape", "top1", "val_loss", *_AXES)
 
 
 def space_of(config: SearchConfig) -> SearchSpace:
-    """The candidates of a search."""
+    """The search space of a search."""
     run = config.largest
     return SearchSpace(meta_model(run, image_counts(run)[2]).config)
 
 
 class Search:
-    """One search in its folder. It may be killed at any moment, and `run` called again.
+    """A search and its folder. `run` resumes after any interruption.
 
     Args:
-        config: what to do.
-        folder: where; made if it is not there.
+        config: the search.
+        folder: its folder; created if missing.
         quiet: print nothing.
     """
 
@@ -88,7 +88,7 @@ class Search:
         """Run or resume the search; returns the content of result.json.
 
         Raises:
-            UserError: if the folder is another search's, and as `train`.
+            UserError: the folder holds another search; see also `train`.
         """
         if (result := self.place.read_result()) is not None:
             checks.shaped(str(self.place.result_file), result, {"best": dict, "candidate": int})
@@ -118,7 +118,7 @@ class Search:
         """Lock the folder and write the configuration."""
         file = self.path / SEARCH_FILE
         if not file.exists() and any(entry.name != "lock" for entry in self.path.glob("*")):
-            raise UserError(f"{self.path} holds something else; choose a new or empty folder")
+            raise UserError(f"{self.path} is not a search folder; choose a new or empty folder")
         self.path.mkdir(parents=True, exist_ok=True)
         self.place.lock.acquire()
         if file.exists():
@@ -127,15 +127,15 @@ class Search:
             changed = [name for name, *_ in found if name not in how]
             if changed:
                 raise UserError(
-                    f"{self.path} holds a search with other settings ({', '.join(changed)}); give "
-                    f"its own, or --resume {self.path}, or another folder"
+                    f"{self.path} holds a search with other settings ({', '.join(changed)}); use "
+                    f"the same settings, --resume {self.path}, or another folder"
                 )
         write_atomic(file, settings.to_yaml(self.config))
         run = self.config.run
         self.place.record_start(run, 0, str(self.device), run.engine.precision)
 
     def begin(self) -> None:
-        """Open the data, and have what was measured before."""
+        """Open the data and load earlier scores."""
         self.splits = open_data(self.config.largest.data, self.config.run.seed)
         self.held_out, train = self._loader(self.splits.val), self.splits.train
         count = min(self.config.calibration, len(train))
@@ -155,7 +155,7 @@ class Search:
 
     @torch.no_grad()
     def _after_warm_up(self) -> Path:
-        """Record every image's loss if the method needs it; the supernet's initial weights."""
+        """Record the loss of each image if needed; return the supernet's initial weights."""
         model, start = load(self.path / "warm-up").to(self.device), self.path / "start"
         file, losses = self.path / "difficulty.npy", []
         if min(ROUNDS[self.config.method]) < 1 and not file.exists():
@@ -165,14 +165,14 @@ class Search:
         if self.writes and losses:
             with atomic_file(file) as opened:
                 np.save(opened, torch.cat(losses).numpy())
-        if self.writes and not (start / WEIGHTS).exists():  # what `save` writes last
+        if self.writes and not (start / WEIGHTS).exists():  # written last by `save`
             supernet.order_hidden_units(model)
             save(model, start)
         _barrier()
         return start
 
     def easiest(self, fraction: float) -> DataSplits:
-        """The splits with the fraction of each class's training images that has the lowest loss."""
+        """The splits with the fraction of each class's training images with the lowest loss."""
         if fraction == 1:
             return self.splits
         train = self.splits.train
@@ -181,11 +181,11 @@ class Search:
         return dataclasses.replace(self.splits, train=train.subset(np.sort(kept)))
 
     def load_supernet(self, number: int) -> None:
-        """Load the supernet of a round, by which candidates are evaluated from now on."""
+        """Load the supernet of a round, for evaluating candidates."""
         self.round, self.model = number, load(self.path / f"round-{number}").to(self.device)
 
     def scores(self, numbers: Sequence[int], by: str) -> Scores:
-        """Evaluate candidates, each once; `by` is recorded for new ones."""
+        """Evaluate candidates, each only once; `by` is recorded for new ones."""
         new = [number for number in numbers if (self.round, number) not in self.known]
         chunks = range(0, len(new), _CHUNK_SIZE)
         for start in tqdm(chunks, by, disable=self.quiet or not sys.stderr.isatty()):
@@ -200,7 +200,7 @@ class Search:
         return {number: self.known[self.round, number] for number in numbers}
 
     def score(self, number: int) -> Score:
-        """A candidate's accuracy and loss on held-out images, with statistics of its own."""
+        """A candidate's accuracy and loss on held-out images, with calibrated BatchNorm."""
         found = evaluate(self._calibrated(number), self.held_out, self.device)
         return found["top1"], -found["loss"]
 
@@ -210,7 +210,7 @@ class Search:
         return candidate
 
     def _pruned(self, candidates: Candidates) -> Candidates:
-        """The candidates without the worst options by the current weights."""
+        """The candidates without the worst options, judged by the current weights."""
         generator = np.random.default_rng([self.config.run.seed, self.round])
         scores = self.scores(candidates.random(generator, _PRUNING), "pruning")
         count = round(_DROPPED * self.space.blocks * len(self.space.options))
@@ -282,10 +282,10 @@ def _draw_candidates(axes: Any, rows: Sequence[Mapping[str, str]], cost: str, ti
     """Candidates of a search by cost and accuracy, with the Pareto front.
 
     Args:
-        axes: to draw on.
-        rows: of `candidates.csv`: "by", "top1" and the costs.
-        cost: which of them.
-        title: of that axis.
+        axes: axes to draw on.
+        rows: rows of `candidates.csv`: "by", "top1" and the costs.
+        cost: column of the cost.
+        title: label of its axis.
     """
     points = sorted({(float(row[cost]), float(row["top1"])) for row in rows})
     for by, colour in (("random", style.FAINT), ("evolution", style.family_colour("cvt"))):
@@ -315,7 +315,7 @@ def _barrier() -> None:
         dist.barrier()
 
 
-# Operations per second that vision transformers reach on an H100 in bf16.
+# Operations per second of vision transformers on an H100 in bf16.
 _H100 = 2e14
 
 
@@ -339,7 +339,7 @@ def dry_run(config: SearchConfig) -> str:
         "space": f"{len(space):,} candidates of {config.run.model.name}, {space.blocks} blocks",
         "parameters": f"{least.parameters:,} to {most.parameters:,}",
         "MACs per image": f"{least.macs:,} to {most.macs:,}",
-        "limits": f"{config.limits or 'none'}; {100 * inside:.3g}% of the candidates keep to them",
+        "limits": f"{config.limits or 'none'}; {100 * inside:.3g}% of the candidates satisfy them",
         **{
             name: f"{plan.steps:,} steps of {plan.batch_size:,} of {run.data.fraction:.0%} images"
             for name, run, plan in zip(names, runs, plans, strict=True)

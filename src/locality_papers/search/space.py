@@ -1,18 +1,18 @@
-"""CvT's architecture search space (§4.2), the cost of every candidate, and ways to choose among
-them: at random, by evolution, and by dropping options that lose.
+"""CvT's architecture search space (§4.2), the costs of its candidates, and search methods: random,
+evolution, and pruning of options.
 
 Each block chooses the stride of its keys and values, 1 or 2, and the ratio of its MLP, 2 or 4: 4¹³
-candidates for CvT-13. Costs are sums over blocks: those of ten models are counted, and a million
-candidates are weighed in a second.
+candidates for CvT-13. Costs are sums over blocks, so counting ten models is enough to compute the
+costs of a million candidates in a second.
 
-The paper gives its candidates 13.66 to 19.88 M parameters and 2.59 to 4.03 G multiply-accumulates.
+The paper's candidates have 13.66 to 19.88 M parameters and 2.59 to 4.03 G multiply-accumulates.
 These two choices alone span 13.78 to 20.00 M and 3.12 to 6.64 G: its lower bounds, and its upper
-bound on the arithmetic, must come from something else that the paper does not name.
+bound on multiply-accumulates, must come from something that the paper does not mention.
 
-Nor did the authors publish what their search found, CvT-13-NAS, beyond its shape and size: 18 M and
-4.1 G, stride 2 and ratio 2 at both ends, stride 1 and ratio 4 at most of the middle. The model
-`cvt_13_nas` is a reconstruction, 17.3 M and 4.09 G: of all candidates of that shape within 4.1 G,
-none has more parameters.
+The authors published only the size and shape of CvT-13-NAS, the result of their search: 18 M and
+4.1 G, stride 2 and ratio 2 at both ends, stride 1 and ratio 4 in most of the middle. The model
+`cvt_13_nas` is a reconstruction with 17.3 M and 4.09 G, the most parameters of all candidates of
+that shape within 4.1 G.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from locality.models.config import CvTConfig
 
 Counts = npt.NDArray[np.int64]
 Score = tuple[float, float]
-"""Top-1 on held-out images, then the loss with its sign turned: the higher the better."""
+"""(top-1 on held-out images, −loss): higher is better."""
 Scores = dict[int, Score]
 
 POPULATION = 25
-"""How many the first generation has, and the best so far that the next ones are bred from."""
+"""Size of the first generation, and number of best candidates that children are bred from."""
 _TOURNAMENT, _GENERATION = 5, 20
-# How many candidates are sampled before giving up on finding a new one that fits.
+# Chunks, and candidates per chunk, sampled before giving up on finding new ones that fit.
 _CHUNKS, _CHUNK = 256, 1024
 
 
@@ -46,8 +46,8 @@ class Cost(NamedTuple):
     """The cost of an architecture.
 
     Attributes:
-        parameters: how many it learns.
-        macs: multiply-accumulates of one image, counted as `count_macs` counts them.
+        parameters: number of parameters.
+        macs: multiply-accumulates of one image; see `count_macs`.
     """
 
     parameters: int
@@ -65,20 +65,20 @@ def cost(config: CvTConfig) -> Cost:
 class SearchSpace:
     """All architectures that differ from `base` in each block's key-value stride and MLP ratio.
 
-    A candidate is a number below `len(space)`. Written in base `len(options)` with the first block
-    first, its digits are the options the blocks take. Nothing is stored per candidate.
+    A candidate is a number below `len(space)`. Its digits in base `len(options)`, first block
+    first, are the blocks' options. Nothing is stored per candidate.
 
     Attributes:
-        options: the (stride, ratio) pairs that a block chooses from.
-        tables: of "parameters" and "macs", the cost of the candidate whose blocks all take the
-            first option, and what each block adds to it with each option, (blocks, options).
+        options: the (stride, ratio) pairs of a block.
+        tables: for "parameters" and "macs", the cost of the candidate with the first option in all
+            blocks, and the cost added by each block and option, (blocks, options).
 
     Args:
-        base: what all candidates share.
-        kv_strides, mlp_ratios: what each block chooses from (§4.2's unless given).
+        base: the configuration shared by all candidates.
+        kv_strides, mlp_ratios: choices of each block; §4.2's by default.
 
     Raises:
-        UserError: for a stride or ratio that no block can have.
+        UserError: an invalid stride or ratio.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class SearchSpace:
         first = [self.options[0]] * self.blocks
         fixed = cost(_with_choices(base, first))
         added: list[npt.NDArray[Any]] = []
-        for stage in base.stages:  # the blocks of a stage cost alike
+        for stage in base.stages:  # blocks of a stage cost the same
             place = len(added)
             changed = [[*first[:place], option, *first[place + 1 :]] for option in self.options]
             costs = [cost(_with_choices(base, choices)) for choices in changed]
@@ -107,15 +107,15 @@ class SearchSpace:
         return len(self.options) ** self.blocks
 
     def __getitem__(self, index: int) -> CvTConfig:
-        """The candidate with this number."""
+        """The configuration of candidate `index`."""
         return _with_choices(self.base, self.choices(index))
 
     def choices(self, index: int) -> list[tuple[int, float]]:
-        """The stride and the ratio of every block of the candidate with this number."""
+        """Stride and ratio of each block of candidate `index`."""
         return [self.options[digit] for digit in self._digits_of(index)[0]]
 
     def settings(self, index: int) -> dict[str, list[Any]]:
-        """The settings of a run that select a candidate, by dotted name, one value per block."""
+        """The run settings of a candidate by dotted name, one value per block."""
         strides, ratios = zip(*self.choices(index), strict=True)
         return {"model.kv_stride": list(strides), "model.mlp_ratio": list(ratios)}
 
@@ -135,29 +135,29 @@ class SearchSpace:
         if len(choices) != self.blocks or (
             _with_choices(config, choices) != _with_choices(self.base, choices)
         ):
-            raise UserError("this configuration differs from the search space's base elsewhere")
+            raise UserError("this configuration differs from the search space's base model")
         digits = [self.options.index(choice) for choice in choices]
         return int(self.numbers(np.array([digits]))[0])
 
     def cost(self, index: int) -> Cost:
-        """The cost of the candidate with this number."""
+        """The cost of candidate `index`."""
         digits = self._digits_of(index)
         return Cost(*(int(self.total_cost(name, digits)[0]) for name in Cost._fields))
 
     def total_cost(self, name: str, digits: Counts) -> npt.NDArray[Any]:
-        """The cost of candidates by one of the tables: (n, blocks) → (n,)."""
+        """Parameters or MACs of candidates: (n, blocks) → (n,)."""
         fixed, table = self.tables[name]
         return fixed + table[np.arange(self.blocks), digits].sum(axis=1)
 
     def fits(self, digits: Counts, limits: Mapping[str, float]) -> npt.NDArray[np.bool_]:
-        """Which candidates cost no more than `limits` allow, by the names of tables: → (n,)."""
+        """Which candidates are within `limits` (table → maximum): (n, blocks) → (n,)."""
         inside = np.ones(len(digits), dtype=bool)
         for name, most in limits.items():
             inside &= self.total_cost(name, digits) <= most
         return inside
 
     def bounds(self) -> tuple[Cost, Cost]:
-        """The least and the most that candidates cost, in each count by itself."""
+        """The minimum and maximum of each cost over all candidates."""
         counted = [self.tables[name] for name in Cost._fields]
         least, most = (
             Cost(*(int(fixed + pick(table, axis=1).sum()) for fixed, table in counted))
@@ -171,11 +171,11 @@ class SearchSpace:
         return self.digits(np.array([index]))
 
     def digits(self, indices: Counts) -> Counts:
-        """The option of every block: (n,) → (n, blocks)."""
+        """Options of each block: (n,) → (n, blocks)."""
         return np.asarray(indices)[:, None] // self._place_values % len(self.options)
 
     def numbers(self, digits: Counts) -> Counts:
-        """The candidates whose blocks take these options: (n, blocks) → (n,)."""
+        """Candidates with these options: (n, blocks) → (n,)."""
         return (digits * self._place_values).sum(axis=1)
 
     @property
@@ -183,12 +183,12 @@ class SearchSpace:
         return len(self.options) ** np.arange(self.blocks - 1, -1, -1, dtype=np.int64)
 
     def all_options(self) -> list[list[int]]:
-        """The numbers of the options that each block may take: all."""
+        """Indices of all options, for each block."""
         return [list(range(len(self.options)))] * self.blocks
 
 
 def _with_choices(config: CvTConfig, choices: list[tuple[int, float]]) -> CvTConfig:
-    """A configuration whose blocks take these strides and ratios, one after the other."""
+    """A configuration with these (stride, ratio) pairs, block by block."""
     strides, ratios = zip(*choices, strict=True)
     return config.with_overrides(kv_stride=strides, mlp_ratio=ratios)
 
@@ -197,9 +197,9 @@ class Candidates:
     """The candidates of a space with allowed options and within limits.
 
     Args:
-        space: all of them.
-        options: which of the space's options each block may take; all unless given.
-        limits: the most that a candidate may cost, by the names of the space's tables.
+        space: the search space.
+        options: indices of the options allowed for each block; all by default.
+        limits: maximum costs by name of the space's tables.
     """
 
     def __init__(
@@ -214,18 +214,16 @@ class Candidates:
             fixed, table = space.tables[name]
             least = fixed + sum(table[b, row].min() for b, row in enumerate(self.options))
             if least > most:
-                raise UserError(
-                    f"no candidate has {name} of {most:g} or less; the least is {least:g}"
-                )
+                raise UserError(f"no candidate has {name} ≤ {most:g}; the minimum is {least:g}")
 
     def inside(self, digits: Counts) -> list[int]:
-        """The numbers of those that fit: (n, blocks) → at most n."""
+        """The candidates within the limits: (n, blocks) → at most n."""
         return self.space.numbers(digits[self.space.fits(digits, self.limits)]).tolist()
 
     def random(
         self, generator: np.random.Generator, count: int, known: Collection[int] = ()
     ) -> list[int]:
-        """Distinct candidates that are not in `known`, uniformly; fewer if there are fewer."""
+        """At most `count` distinct candidates not in `known`, drawn uniformly."""
         found: dict[int, None] = {}
         for _ in range(_CHUNKS):
             for number in self.inside(self._sample_options(generator, _CHUNK)):
@@ -242,9 +240,9 @@ class Candidates:
         """Children of tournament winners: uniform crossover, then mutation of one block on average.
 
         Args:
-            generator: draws.
-            count: of children.
-            ranked: the numbers of their possible parents, the best first.
+            generator: random generator.
+            count: number of children.
+            ranked: possible parents, best first.
         """
         parents = self.space.digits(np.array(ranked))
         one, other = (
@@ -266,11 +264,11 @@ def evolve(
     """Evolutionary search: the scores of `budget` candidates.
 
     Args:
-        candidates: what may be chosen.
-        evaluate: numbers → scores.
-        budget: how many to evaluate in all, the first ones included.
-        generator: draws; the same one and the same scores give the same candidates.
-        first: the first generation; as many of them as a population has.
+        candidates: the allowed candidates.
+        evaluate: candidates → scores.
+        budget: number of evaluations, including the first generation.
+        generator: random generator; results are deterministic given its state and the scores.
+        first: the first generation, cut to the population's size.
     """
     scores = dict(evaluate(first[:POPULATION]))
     while (wanted := min(_GENERATION, budget - len(scores))) > 0:
@@ -285,11 +283,11 @@ def evolve(
 
 
 def prune(candidates: Candidates, scores: Scores, count: int) -> list[list[int]]:
-    """The options of every block without the `count` that lose most.
+    """Drop the `count` worst options; returns the remaining ones of each block.
 
-    An option's score is the mean accuracy of the candidates that use it, and its loss is the
-    difference to the best option of its block. Options without a candidate go first. Every block
-    keeps its best option, and some candidate stays within the limits.
+    An option's score is the mean accuracy of the candidates that use it; its loss is the difference
+    to the best option of its block. Options without a candidate are dropped first. Each block keeps
+    its best option, and at least one candidate remains within the limits.
     """
     digits = candidates.space.digits(np.array(list(scores)))
     top1 = np.array([score[0] for score in scores.values()])

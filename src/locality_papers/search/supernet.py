@@ -1,9 +1,9 @@
 """A supernet: one CvT that runs as any candidate of a search space, with shared weights.
 
-Its weights are those of the largest candidate, and a smaller one takes a part of them. A stride
-changes no weight: the convolutions of keys and values serve both. An MLP of a lower ratio takes the
-first hidden units, so units are put in the order of their importance before any are left out.
-BatchNorm's running statistics are of no candidate: `calibrate` takes them anew for each.
+It has the weights of the largest candidate; smaller candidates use a subset. Strides of keys and
+values do not change weights. MLPs of a lower ratio use the first hidden units, so units are sorted
+by importance first. BatchNorm's running statistics fit no candidate: `calibrate` recomputes them
+for each.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from locality.training.state import Components
 from locality_papers.search.space import Counts, SearchSpace
 
 RANDOM_CANDIDATES = 2
-"""Beside the largest and the smallest, in every step."""
+"""Random candidates in each step, in addition to the largest and the smallest."""
 
 
 class Supernet(nn.Module):
@@ -41,12 +41,12 @@ class Supernet(nn.Module):
 
     Args:
         model: the largest candidate; its weights are shared, not copied.
-        space: its candidates.
-        options: which of the space's options each block may take; all unless given.
+        space: the search space.
+        options: indices of the options allowed for each block; all by default.
 
     Raises:
-        UserError: for a model whose candidates have no weights in common, or that recomputes blocks
-            in the backward pass, when they belong to another candidate.
+        UserError: the candidates cannot share weights, or the model recomputes blocks in the
+            backward pass, when the blocks may be set to another candidate.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class Supernet(nn.Module):
         if not all(stage.projection == "conv" for stage in space.base.stages):
             raise UserError("a search over strides needs convolutional projections in every stage")
         if model.grad_checkpointing:
-            raise UserError("a supernet cannot recompute blocks; leave engine.grad_checkpointing")
+            raise UserError("a supernet cannot recompute blocks; unset engine.grad_checkpointing")
         self.model, self.space = model, space
         self.options = options or space.all_options()
-        # By what a block costs with each option: the sandwich's two outer candidates.
+        # The smallest and the largest candidate, by each block's cost.
         _, macs = space.tables["macs"]
         ordered = [sorted(row, key=lambda o: macs[b, o]) for b, row in enumerate(self.options)]
         self.smallest, self.largest = ([row[end] for row in ordered] for end in (0, -1))
@@ -71,9 +71,9 @@ class Supernet(nn.Module):
         """Logits of several candidates, (B, 3, H, W) → (candidates, B, classes).
 
         Args:
-            images: as the model takes them.
-            digits: the option of every block, (candidates, blocks); the sandwich unless given: the
-                largest, the smallest and random ones, drawn from torch's default generator.
+            images: preprocessed images.
+            digits: option of each block, (candidates, blocks); by default the sandwich: the
+                largest, the smallest and random candidates from torch's default generator.
         """
         rows = self.sandwich() if digits is None else digits
         return torch.stack([self._run(row, images) for row in rows])
@@ -95,7 +95,7 @@ class Supernet(nn.Module):
 
 
 def extract(model: ImageClassifier, space: SearchSpace, index: int) -> ImageClassifier:
-    """The candidate with this number as an ordinary CvT, with its own copy of the weights."""
+    """Candidate `index` as an ordinary CvT with a copy of its weights."""
     with torch.device("meta"):
         small = build(space[index])
     ratios = [ratio for _, ratio in space.choices(index)]
@@ -106,12 +106,12 @@ def extract(model: ImageClassifier, space: SearchSpace, index: int) -> ImageClas
 
 
 def blocks_of(model: ImageClassifier) -> dict[str, Block]:
-    """Every block by its name, from the first to the last."""
+    """All blocks by name, from first to last."""
     return {name: part for name, part in model.named_modules() if isinstance(part, Block)}
 
 
 def _slice_hidden_units(blocks: dict[str, Block], ratios: Sequence[float]) -> dict[str, Tensor]:
-    """The weights of every MLP's first hidden units, under the names of the model's own."""
+    """The weights of each MLP's first hidden units, under the model's parameter names."""
     sliced = {}
     for (name, block), ratio in zip(blocks.items(), ratios, strict=True):
         first, second = block.mlp.fc1, block.mlp.fc2
@@ -124,7 +124,7 @@ def _slice_hidden_units(blocks: dict[str, Block], ratios: Sequence[float]) -> di
 
 @contextlib.contextmanager
 def _strides(blocks: Iterable[Block], strides: Sequence[int]) -> Iterator[None]:
-    """Keys and values of every block at these strides, within the block."""
+    """Context manager: set the strides of keys and values of each block."""
     attentions: list[Any] = [block.attn for block in blocks]
     convolutions = [(attention.k.conv, attention.v.conv) for attention in attentions]
     before = [key.stride for key, _ in convolutions]
@@ -141,9 +141,9 @@ def _strides(blocks: Iterable[Block], strides: Sequence[int]) -> Iterator[None]:
 
 @torch.no_grad()
 def order_hidden_units(model: ImageClassifier) -> None:
-    """Put every MLP's hidden units in the order of their importance, in place.
+    """Sort each MLP's hidden units by importance, in place.
 
-    The importance is Σ|w| over the second layer's weights. The model computes the same function.
+    The importance is Σ|w| over the second layer's weights. The model's function is unchanged.
     """
     for block in blocks_of(model).values():
         first, second = block.mlp.fc1, block.mlp.fc2
@@ -171,15 +171,15 @@ def calibrate(model: ImageClassifier, images: Iterable[Tensor]) -> None:
 
 
 class Sandwich(Objective):
-    """Trains all candidates at once: the sandwich rule with in-place distillation.
+    """The sandwich rule with in-place distillation, which trains all candidates at once.
 
-    In every step the largest candidate learns from the labels, and the smallest and some random
-    ones from the predictions of the largest on the same images (Yu et al. 2020, "BigNAS").
-    Outputs are the logits of several candidates, (candidates, B, classes), the largest first.
+    In each step the largest candidate learns from the labels, and the smallest and some random
+    ones from the largest's predictions on the same images (Yu et al. 2020, "BigNAS").
+    Outputs are the logits of several candidates, (candidates, B, classes), largest first.
     """
 
     def loss(self, outputs: Tensor, targets: Tensor, images: Tensor) -> Tensor:
-        """The mean over candidates."""
+        """The mean loss over candidates."""
         label_loss = super().loss(outputs[0], targets, images)
         soft_targets = outputs[0].detach().float().softmax(dim=1)
         others = [F.cross_entropy(logits.float(), soft_targets) for logits in outputs[1:]]
@@ -191,11 +191,11 @@ class Sandwich(Objective):
 
 
 class SupernetComponents(Components):
-    """Those of a run that trains a supernet.
+    """Components of a run that trains a supernet.
 
     Args:
-        fabric, run, model: as for any run.
-        options: which of the space's options each block may take.
+        fabric, run, model: see `Components`.
+        options: indices of the options allowed for each block.
     """
 
     objective_class = Sandwich
@@ -216,12 +216,12 @@ class SupernetComponents(Components):
 
 
 class SupernetTraining(Training):
-    """The training of a supernet on some of a run's images.
+    """Training of a supernet on a subset of a run's images.
 
     Args:
-        config, folder, quiet: as for any run.
+        config, folder, quiet: see `Training`.
         splits: the images.
-        options: which of the space's options each block may take.
+        options: indices of the options allowed for each block.
     """
 
     def __init__(
@@ -240,5 +240,5 @@ class SupernetTraining(Training):
         return ResolvedRun(self.config, self.splits, self.folder.recorded_classes())
 
     def components(self, fabric: Fabric, run: ResolvedRun, model: ImageClassifier) -> Components:
-        """Those of a supernet."""
+        """The components of a supernet."""
         return SupernetComponents(fabric, run, model, self.options)

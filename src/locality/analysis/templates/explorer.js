@@ -1,4 +1,4 @@
-// The page holds the queries and keys of every head, for every model and image, in half precision.
+// The page stores queries and keys of all heads, models and images in half precision.
 // Clicking a patch computes one row of attention per head.
 
 // -- state ------------------------------------------------------------------------------------
@@ -8,23 +8,23 @@ const state = {
   place: [0.5, 0.5], // of the query, as fractions of (height, width)
   classToken: false,
   mode: "mixed",
-  // The brightest colour is the maximum of each map, of its layer, or of all maps; with "range" the darkest is its minimum, as
-  // some layers differ little from uniform attention.
+  // The brightest colour is the maximum of each map, of its layer, or of all maps. "range" also makes the map's minimum the
+  // darkest, because some layers are close to uniform.
   scale: "range",
-  layer: 0, head: 0, // shown large
-  rollout: false, // whether it is shown beside the heads
+  layer: 0, head: 0, // enlarged
+  rollout: false, // shown beside the heads
   hovered: null, // {model, layer, head, key}
 };
-// The grid of possible query patches: that of the first model's last layer.
+// The grid of query patches: the first model's last layer.
 const QUERY_GRID = DATA.models[0].layers.at(-1).grid;
-// What "classToken" is called: models without one may have registers.
+// Label of "classToken": models without a class token may have registers.
 const PREFIX = [...new Set(DATA.models.flatMap((model) => model.prefix ?? []))].join(" or ");
-const heads = []; // heads[model][layer][head], of the chosen image
+const heads = []; // heads[model][layer][head] for the selected image
 const rows = new Map(); // attention of the current query, by "model.layer.head"
 
 // -- attention --------------------------------------------------------------------------------
 
-// The content scores of one query with every key.
+// Content scores of one query with all keys.
 function contentScores(head, width, query) {
   const scores = new Float64Array(head.key.length / width);
   for (let j = 0; j < scores.length; j++) {
@@ -33,8 +33,7 @@ function contentScores(head, width, query) {
   return scores;
 }
 
-// The softmax of v · (‖δ‖², δ_row, δ_column) over the keys and the zero padding around them, without
-// the padding.
+// softmax(v · (‖δ‖², δ_row, δ_column)) over the keys and their zero padding; returned without the padding.
 function positionalAttention([square, down, right], layer, cell) {
   const along = (axis, linear) => {
     const place = layer.first + cell[axis] / layer.key_stride[axis], [before, after] = layer.padding;
@@ -50,7 +49,7 @@ function positionalAttention([square, down, right], layer, cell) {
     (_, k) => rows[Math.floor(k / columns.length)] * columns[k % columns.length]);
 }
 
-// The query's own place on a layer's grid.
+// The query's cell on a layer's grid.
 function cellOf(layer) {
   return layer.grid.map((size, axis) => Math.min(size - 1, Math.floor(state.place[axis] * size)));
 }
@@ -61,7 +60,7 @@ function queryIndex(layer) {
   return layer.prefix + row * layer.grid[1] + column;
 }
 
-// The attention of a head to every key (class token and registers first), or null if the layer lacks this part.
+// A head's attention to all keys (class token and registers first), or null if the layer lacks this mode or token.
 function attentionOf(model, index, number, mode = state.mode, query = null, cell = null) {
   const layer = DATA.models[model].layers[index];
   query ??= queryIndex(layer);
@@ -76,11 +75,11 @@ function attentionOf(model, index, number, mode = state.mode, query = null, cell
   return content.map((value, key) => (1 - gate) * value + gate * position[key]);
 }
 
-// Attention rollout (Abnar & Zuidema, 2020) needs every layer to have the same tokens, as queries and as keys.
+// Attention rollout (Abnar & Zuidema, 2020) needs the same tokens in every layer, as queries and as keys.
 const canRollOut = ({ layers }) => layers.every((layer) => layer.prefix === layers[0].prefix &&
   [layer.grid, layer.key_grid].every((grid) => String(grid) === String(layers[0].grid)));
-const ROLLOUT = "rollout"; // in the place of a head's number
-const steps = new Map(); // by model, of the chosen image: every layer's (A + I) / 2, A the mean over heads
+const ROLLOUT = "rollout"; // replaces a head's number
+const steps = new Map(); // by model, for the selected image: each layer's (A + I) / 2, A the mean over heads
 
 function stepsOf(model) {
   if (!steps.has(model)) {
@@ -100,7 +99,7 @@ function stepsOf(model) {
   return steps.get(model);
 }
 
-// What part of the query after the last layer comes from each token before the first.
+// Share of the query's output in the last layer that comes from each input token.
 function rolloutOf(model) {
   const query = queryIndex(DATA.models[model].layers[0]);
   if (query < 0) return null;
@@ -111,7 +110,7 @@ function rolloutOf(model) {
   }, Float64Array.from({ length: Math.sqrt(stepsOf(model)[0].length) }, (_, at) => Number(at === query)));
 }
 
-// The mean distance of a row of attention in patches, to these alone (Eq. 8).
+// Mean distance of a row of attention in patches, over patches only (Eq. 8).
 function distanceOf(layer, attention) {
   if (!attention || state.classToken) return null;
   const [row, column] = cellOf(layer), [down, right] = layer.key_stride;
@@ -126,12 +125,12 @@ function distanceOf(layer, attention) {
   return mass > 0 ? sum / mass : null;
 }
 
-// The heads' nonlocality in the unit that all layers have in common.
+// Nonlocality of each head in the page's unit.
 const distancesOf = ({ nonlocality, unit }) => nonlocality.map((value) => value === null ? null : value / unit);
 
 const meanOf = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 
-// A layer's gate, if it is the same in every head to what is shown.
+// A layer's gate, if all heads agree to two decimals.
 const commonGate = ({ gates }) =>
   gates && new Set(gates.map((gate) => gate.toFixed(2))).size === 1 ? gates[0].toFixed(2) : null;
 
@@ -155,9 +154,9 @@ async function loadImage(image) {
 
 // -- building the page --------------------------------------------------------------------------
 
-const cells = []; // every map on the page
+const cells = []; // all maps on the page
 
-// The key nearest to a place, in fractions of the image's sides: key j of a squeezed grid is centred on query token stride·j.
+// The key nearest to a position (fractions of height and width): key j of a strided grid is centred on query token stride·j.
 function keyAt(layer, ...place) {
   const [row, column] = place.map((part, axis) => {
     const stride = layer.key_stride[axis], key = Math.floor((part * layer.grid[axis] + (stride - 1) / 2) / stride);
@@ -168,7 +167,7 @@ function keyAt(layer, ...place) {
 
 function makeCell(model, index, head, large) {
   const layer = DATA.models[model].layers[index];
-  // Of a squeezed grid every half token of the image shows the key nearest to it.
+  // On a strided grid, each half token shows its nearest key.
   const [height, width] = layer.grid.map((size, axis) => layer.key_stride[axis] === 1 ? layer.key_grid[axis] : 2 * size);
   const canvas = element("canvas", { width, height });
   const keys = Int32Array.from({ length: width * height }, (_, pixel) =>
@@ -178,7 +177,7 @@ function makeCell(model, index, head, large) {
   const node = element("figure", {
     class: "cell", "data-model": model, "data-layer": index, "data-head": head,
   }, view);
-  // A layer without gates keeps the strip's room, so that layers of two models stay level.
+  // Layers without gates keep the strip's space, so that rows of different models align.
   const gate = layer.gates?.[head];
   const strip = element("span", { class: gate === undefined ? "gate absent" : "gate" });
   if (gate !== undefined) {
@@ -196,7 +195,7 @@ function makeCell(model, index, head, large) {
     choose(head === ROLLOUT ? state.layer : index, head);
     article.querySelector(".large .chosen").scrollIntoView({ block: "nearest" });
   });
-  // On touch screens the pointer leaves when the finger is lifted; the readout stays.
+  // Lifting a finger fires pointerleave too; keep the readout then.
   view.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") hover(null); });
   cells.push(cell);
   return node;
@@ -247,13 +246,13 @@ function buildPlots() {
   const images = DATA.images.length === 1 ? "this image" : `these ${DATA.images.length} images`;
   $("plots").append(keys(), distancePlot("Nonlocality", images, distancesOf, highlight, choose));
   if (DATA.models.some((model) => model.layers.some((layer) => layer.gates))) {
-    $("plots").append(plot("Gates", "gate σ(λ)", "Gate by layer: 1 attends to position alone, 0 to content alone. Layers without dots have no gate.",
+    $("plots").append(plot("Gates", "gate σ(λ)", "Gate by layer: 1 is position alone, 0 content alone. Layers without dots have no gate.",
       (layer) => layer.gates, 1, highlight, choose));
   }
   $("plots").append(element("details", {}, element("summary", {}, "distance and gate of every head, as a table"), summary()));
 }
 
-// Every layer's mean distance over heads and images, that of each head, and its gates.
+// Each layer's mean distance over heads and images, each head's, and its gates.
 function summary() {
   const line = (name, cells) => element("tr", {}, ...cells.map((cell) => element(name, {}, cell)));
   const rows = DATA.models.flatMap((model) => model.layers.map((layer, index) => {
@@ -265,7 +264,7 @@ function summary() {
 
 // -- rendering ------------------------------------------------------------------------------------
 
-// The largest attention to a patch by scale: in a map, in its layer, in all maps.
+// Maximum attention to a patch per map, per layer and over all maps.
 const tops = new Map();
 
 function rowOf(cell) {
@@ -312,7 +311,7 @@ function showCell(cell) {
 function show() {
   rows.clear();
   tops.clear();
-  cells.forEach(rowOf); // before any is painted: a common scale needs them all
+  cells.forEach(rowOf); // first, as a common scale needs all rows
   cells.forEach(showCell);
   const where = { layer: "maximum of the layer", all: "maximum of all maps" };
   $("high").textContent = where[state.scale] ?? "maximum of the map";
@@ -321,7 +320,7 @@ function show() {
   $("query").hidden = state.classToken;
   placeBox($("query"), QUERY_GRID, [row, column]);
   $("where").textContent = state.classToken
-    ? `query: the ${PREFIX}; hatched layers do not have it yet`
+    ? `query: the ${PREFIX}; absent from hatched layers`
     : `query: row ${row + 1}, column ${column + 1} of ${QUERY_GRID[0]} × ${QUERY_GRID[1]} patches`;
   $("layer-number").textContent = state.layer + 1;
   readout();
@@ -332,9 +331,9 @@ function readout() {
   document.querySelectorAll(".hovered").forEach((node) => node.classList.remove("hovered"));
   if (!at) {
     const empty = !document.querySelector(".cell.none") ? "" : state.classToken
-      ? `Hatched: the ${PREFIX} joins the patches only after these layers. `
-      : "Hatched: these layers have no positional attention. ";
-    $("readout").textContent = empty + "Point at a map, or tap it, to read its numbers; a click or tap shows it large.";
+      ? `Hatched: layers before the ${PREFIX} is added. `
+      : "Hatched: layers without positional attention. ";
+    $("readout").textContent = empty + "Point at or tap a map to read its values; click or tap to enlarge it.";
     delete $("readout").dataset.attention;
     return;
   }
@@ -356,7 +355,7 @@ function readout() {
   if (attention && layer.prefix) parts.push(`${number(100 * attention[0])}% to the ${DATA.models[at.model].prefix}`);
   if (attention && layer.prefix > 1) {
     const others = attention.subarray(1, layer.prefix).reduce((a, b) => a + b);
-    parts.push(`${number(100 * others)}% to ${layer.prefix - 1} more before the patches`);
+    parts.push(`${number(100 * others)}% to the ${layer.prefix - 1} other prefix tokens`);
   }
   if (layer.gates && !rolled) parts.push(`gate ${layer.gates[at.head].toFixed(3)}`);
   $("readout").textContent = parts.join(" · ");
@@ -461,7 +460,7 @@ function listen() {
     input.addEventListener("change", () => setMode(input.value)));
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    if (event.target.matches("select")) return; // letters choose among its options
+    if (event.target.matches("select")) return; // letters select its options
     const onControl = event.target.matches("input");
     const [row, column] = queryCell();
     const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };

@@ -1,18 +1,18 @@
-// The forward pass of a DeiT or ConViT, as `locality.models.vit` computes it, with every head's attention.
+// The forward pass of a DeiT or ConViT, equal to `locality.models.vit`, with all attention maps.
 //
-// Shapes, rows first and in one flat array each:  N tokens · C width · h heads · d = C/h · (H, W) grid of patches
+// Shapes, row-major in flat arrays:  N tokens · C width · h heads · d = C/h · (H, W) grid of patches
 
-// A model of the page with its weights, under their names in PyTorch.
+// A model and its weights under their PyTorch names.
 function unpackModel(about, bytes) {
   const count = about.weights.reduce((sum, [, length]) => sum + length, 0);
-  if (bytes.length !== 2 * count) throw new Error(`the weights of ${about.label} are not whole`);
+  if (bytes.length !== 2 * count) throw new Error(`the weights of ${about.label} are incomplete`);
   const all = readHalves(bytes, 0, count), weights = {};
   let at = 0;
   for (const [name, length] of about.weights) weights[name] = all.subarray(at, at += length);
   return { ...about, weights };
 }
 
-// x (n, from) · weightᵀ, weight (to, from), + bias (to) → (n, to). Four tokens share every weight that is read.
+// x (n, from) · weightᵀ, weight (to, from), + bias (to) → (n, to). Each weight is read once for four tokens.
 function linear(x, weight, bias, from) {
   const n = x.length / from, to = weight.length / from, out = new Float32Array(n * to);
   for (let t = 0; t < n; t += 4) {
@@ -44,7 +44,7 @@ function layerNorm(x, weight, bias, eps) {
   return out;
 }
 
-// x Φ(x); Φ by Abramowitz and Stegun 7.1.26, to 1e-7.
+// x Φ(x); Φ by Abramowitz and Stegun 7.1.26, accurate to 1e-7.
 function gelu(x) {
   const z = Math.abs(x) * Math.SQRT1_2, t = 1 / (1 + 0.3275911 * z);
   const tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))));
@@ -71,16 +71,16 @@ function patches(model, pixels) {
   return out;
 }
 
-// The gate of a head, moved: by 0 it is the trained one, by -1 it is 0 and by 1 it is 1.
+// A head's gate moved by −1 … 1: 0 keeps the trained gate, −1 sets it to 0 and 1 to 1.
 const movedGate = (gate, by) => (by < 0 ? gate * (1 + by) : gate + (1 - gate) * by);
 
-// The softmax of quadratic · δ² + linear · δ over the keys of one axis: (L, L).
+// softmax(quadratic · δ² + linear · δ) over the keys of one axis: (L, L).
 function axisAttention(quadratic, linear, length) {
   return Array.from({ length }, (_, query) => softmax(
     Float64Array.from({ length }, (_, key) => (quadratic * (key - query) + linear) * (key - query))));
 }
 
-// softmax(v · (‖δ‖², δ_row, δ_column)), the product of its factors along rows and columns: (N, N).
+// softmax(v · (‖δ‖², δ_row, δ_column)) as a product over rows and columns: (N, N).
 function positionalMap([square, down, right], [height, width]) {
   const rows = axisAttention(square, down, height), columns = axisAttention(square, right, width);
   const out = new Float32Array((height * width) ** 2);
@@ -93,7 +93,7 @@ function positionalMap([square, down, right], [height, width]) {
   return out;
 }
 
-// One layer's attention to the tokens `x`: what its heads give, (N, C), and the maps of each head, (N, N).
+// One layer's attention on the tokens `x`: the output (N, C) and each head's maps (N, N).
 function attention(model, prefix, x, n, { gate = 0, strength = 1 }) {
   const { weights, width, heads, grid } = model, d = width / heads;
   const name = `${prefix}.attn`, positions = weights[`${name}.v_pos`], gating = weights[`${name}.gating`];
@@ -134,7 +134,7 @@ function attention(model, prefix, x, n, { gate = 0, strength = 1 }) {
   return [linear(out, weights[`${name}.proj.weight`], weights[`${name}.proj.bias`], width), layer];
 }
 
-// Logits and attention of one image. `change` moves the gated layers: {gate: -1 … 1, strength: factor of α}.
+// Logits and attention of one image. `change` edits positional layers: {gate: -1 … 1, strength: factor of α}.
 function forward(model, pixels, change = {}) {
   const { weights, width, eps } = model;
   let x = linear(patches(model, pixels), weights["patch_embed.weight"], weights["patch_embed.bias"],
@@ -165,11 +165,11 @@ function forward(model, pixels, change = {}) {
     read = read.map((_, i) => { let sum = 0; for (let t = first; t < x.length; t += width) sum += x[t + i]; return sum / count; });
   }
   const logits = linear(read, weights["head.weight"], weights["head.bias"], width);
-  if (!logits.every(Number.isFinite)) throw new Error(`${model.label} gives logits that are not finite`);
+  if (!logits.every(Number.isFinite)) throw new Error(`${model.label} returned non-finite logits`);
   return { logits, probabilities: softmax(logits), layers };
 }
 
-// The mean distance in patches from every patch to what it attends to, without class tokens (Eq. 8).
+// Mean attention distance in patches, averaged over patches; class tokens excluded (Eq. 8).
 function nonlocality(map, prefix, [height, width]) {
   const patches = height * width, n = patches + prefix;
   let total = 0, known = 0;
@@ -180,7 +180,7 @@ function nonlocality(map, prefix, [height, width]) {
   return known ? total / known : null;
 }
 
-// A row of attention from patch `query`: its sum of distances, and its sum.
+// A row of attention from patch `query`: [sum of attention · distance, sum of attention].
 function looked(row, query, width) {
   const y = Math.floor(query / width), x = query % width;
   let sum = 0, mass = 0;

@@ -1,23 +1,23 @@
-// The page: an image, drawn or chosen, goes through all models; what their heads attend to is shown from one patch.
+// The live page: runs all models on a drawn or chosen image and shows their heads' attention from one patch.
 
 // -- state ------------------------------------------------------------------------------------
 
 const state = {
-  pixels: null, // of the image shown, (H, W, channels), 0 … 255
-  example: 0, // which one it is; null for a drawing or photograph
-  named: "", // what a photograph is called
-  strokes: [], // of the drawing: lists of points, as fractions of the pad
+  pixels: null, // of the current image, (H, W, channels), 0 … 255
+  example: 0, // its index; null for a drawing or photograph
+  named: "", // a photograph's file name
+  strokes: [], // of the drawing: lists of points, in fractions of the pad
   cell: [0, 0], // the query patch
   mode: "mixed",
-  layer: 0, head: 0, // shown large
+  layer: 0, head: 0, // enlarged
   change: { gate: 0, strength: 1 }, // see `forward`
 };
 const [HEIGHT, WIDTH] = DATA.size;
-const BARE = Math.max(HEIGHT, WIDTH) <= 16; // under a map, an image of so few pixels is mistaken for part of it
-const models = []; // with their weights
-const examples = []; // their pixels
-const answers = []; // of each model to the image shown
-const GRID = DATA.models[0].grid; // of the patch that is chosen; models with other patches are asked at its centre
+const BARE = Math.max(HEIGHT, WIDTH) <= 16; // so few pixels under a map would be mistaken for attention
+const models = []; // with weights
+const examples = []; // pixels
+const answers = []; // each model's output for the current image
+const GRID = DATA.models[0].grid; // of the query patch; models with another grid use the patch at its centre
 
 const cellOf = (model) => state.cell.map((at, axis) => Math.floor((at + 0.5) / GRID[axis] * model.grid[axis]));
 
@@ -65,7 +65,7 @@ function buildModel(model, number) {
   }
   return element("article", { class: `model ${model.family}`, "data-model": number },
     element("h2", {}, `${model.label} `, element("small")), element("p", { class: "prediction" }), bars,
-    element("h3"), apart, element("h3", {}, "Every layer and head ", element("small", {}, "and the layer’s nonlocality")), overview);
+    element("h3"), apart, element("h3", {}, "All layers and heads ", element("small", {}, "with each layer’s nonlocality")), overview);
 }
 
 function build() {
@@ -77,7 +77,7 @@ function build() {
   $("grid").style.setProperty("--rows", GRID[0]);
   $("grid").style.setProperty("--columns", GRID[1]);
   $("models").append(...models.map(buildModel));
-  // Where the models stand below, a line beside the drawing has their answers.
+  // On narrow screens the models are below the drawing; this line beside it shows their predictions.
   $("brief").append(...models.map((model) => element("span", { class: `key ${model.family}` }, `${model.label} `,
     element("strong"), element("span"), element("small"))));
   examples.forEach((pixels, at) => {
@@ -96,7 +96,7 @@ function build() {
   COLOURS.forEach((colour, at) => { table.fillStyle = `rgb(${colour})`; table.fillRect(at, 0, 1, 1); });
 }
 
-// What an example is: its file's name where it has one, and its class.
+// An example's file name (if any) and class.
 const exampleName = (at) => (DATA.names.length ? described(DATA.names[at], DATA.labels[at]) : DATA.labels[at]);
 
 // -- showing ------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ function paintPixels(canvas, pixels) {
   context.putImageData(image, 0, 0);
 }
 
-// The row of a map from the chosen patch; null where there is no such part.
+// A map's row for the query patch; null if the layer lacks this part.
 function rowOf(model, layer, head, part) {
   const { prefix, heads } = answers[model].layers[layer], map = heads[head][part];
   if (!map) return null;
@@ -137,7 +137,7 @@ function showAnswer(article, model, number) {
   const bars = article.querySelector(".bars"), all = model.classes.map((name, at) => [name, answer.probabilities[at]]);
   if (bars.children.length < all.length) all.sort((one, other) => other[1] - one[1]).splice(bars.children.length);
   const [best, part] = showBars(bars, all), label = DATA.labels[state.example];
-  article.querySelector(".prediction").replaceChildren("takes it for ", element("strong", {}, best), ` (${percent(part)})`,
+  article.querySelector(".prediction").replaceChildren("predicts ", element("strong", {}, best), ` (${percent(part)})`,
     label && label !== best ? `, labelled ${label}` : "");
   answer.best = best;
   const [name, share] = $("brief").children[number].children;
@@ -171,17 +171,17 @@ function showPlot() {
   $("plots").replaceChildren(keys(), distancePlot("Nonlocality of this image", "this image", ({ far }) => far, () => {}, choosePart));
 }
 
-// The page in words, for those who do not see it, and for those who do.
+// A text summary of the page, for screen readers too.
 function describe() {
   const sentences = models.map((model, number) =>
-    `${model.label} takes it for ${answers[number].best} (${percent(Math.max(...answers[number].probabilities))}).`);
+    `${model.label} predicts ${answers[number].best} (${percent(Math.max(...answers[number].probabilities))}).`);
   const [row, column] = state.cell, layers = [];
   models.forEach((model, number) => {
     const layer = Math.min(state.layer, model.depth - 1), head = Math.min(state.head, model.heads - 1);
     const found = answers[number].layers[layer], attention = rowOf(number, layer, head, "mixed").subarray(found.prefix);
     const top = attention.indexOf(Math.max(...attention)), width = model.grid[1], own = cellOf(model);
     const [sum, mass] = looked(attention, own[0] * width + own[1], width);
-    layers.push(`head ${head + 1} of ${model.label}’s layer ${layer + 1} looks ${(sum / mass).toFixed(2)} patches away on average, ` +
+    layers.push(`head ${head + 1} of ${model.label}’s layer ${layer + 1} attends ${(sum / mass).toFixed(2)} patches away on average, ` +
       `most (${percent(attention[top])}) to row ${Math.floor(top / width) + 1}, column ${top % width + 1}`);
   });
   return `${sentences.join(" ")} From row ${row + 1}, column ${column + 1}, ${layers.join("; ")}.`;
@@ -199,14 +199,14 @@ function show() {
     showLarge(article, models[number], number);
   });
   for (const map of small) showMap(map, map.layer, map.head, state.mode);
-  // While one draws nothing is read out.
+  // Delayed: screen readers stay silent while the user draws.
   clearTimeout(describing);
   describing = setTimeout(() => { $("said").textContent = describe(); showPlot(); }, 300);
 }
 
 // -- computing ----------------------------------------------------------------------------------
 
-let asked = 0; // when something changed that is not shown yet
+let asked = 0; // time of the first change not shown yet; 0 if none
 
 function update() {
   if (asked) return;
@@ -225,8 +225,8 @@ function compute() {
   show();
 }
 
-// How many examples are recognised, counted one by one so that nothing waits for it. Without positional attention
-// there is nothing to move, and once is enough.
+// Counts the examples predicted correctly, one per timer tick so that the page stays responsive. Models without positional
+// attention have no sliders and are counted once.
 let counting = 0;
 
 function count() {
@@ -245,8 +245,8 @@ function count() {
     for (const number of waiting) {
       models[number].counted = true;
       places[number].dataset.right = right[number];
-      places[number].querySelector("h2 small").textContent = `${right[number]} of ${count} examples right`;
-      $("brief").children[number].lastChild.textContent = `${right[number]} of ${count} right`;
+      places[number].querySelector("h2 small").textContent = `${right[number]} of ${count} examples correct`;
+      $("brief").children[number].lastChild.textContent = `${right[number]} of ${count} correct`;
     }
   };
   counting = setTimeout(next, 60);
@@ -254,7 +254,7 @@ function count() {
 
 // -- actions ------------------------------------------------------------------------------------
 
-// What is looked at from now on: an example of that number, a drawing, or a photograph of that name.
+// Set the current image: an example (by index), a drawing, or a photograph (by file name).
 function look(pixels, example = null, named = "") {
   Object.assign(state, { pixels, example, named });
   if (example !== null || named) state.strokes = [];
@@ -269,7 +269,7 @@ async function choosePhotograph(file) {
   try {
     look(await photographPixels(file), null, file.name);
   } catch {
-    $("named").textContent = `${file.name} is not an image that this browser can read.`;
+    $("named").textContent = `this browser cannot read ${file.name} as an image.`;
   }
 }
 
@@ -291,20 +291,20 @@ function chooseMode(mode) {
   show();
 }
 
-// α's factor from a slider of -100 … 100: from 0 to 1, and on to 10.
+// Slider −100 … 100 → factor of α: 0 … 1 for the left half, 1 … 10 for the right.
 const factor = (at) => (at < 0 ? 1 + at / 100 : 10 ** (at / 100));
 
 function move() {
   const gate = Number($("gate").value), strength = Number($("strength").value);
   state.change = { gate: gate / 100, strength: factor(strength) };
-  const ways = gate === 100 ? "1, by position alone" : gate === -100 ? "0, by content alone" : `${Math.abs(gate)}% of the way to ${gate > 0 ? 1 : 0}`;
+  const ways = gate === 100 ? "1, position alone" : gate === -100 ? "0, content alone" : `${Math.abs(gate)}% of the way to ${gate > 0 ? 1 : 0}`;
   $("gate-value").textContent = gate ? ways : "as trained";
   $("strength-value").textContent = strength ? `× ${factor(strength).toFixed(2)}` : "as trained";
   for (const [slider, value] of [["gate", "gate-value"], ["strength", "strength-value"]]) {
     $(slider).setAttribute("aria-valuetext", $(value).textContent);
   }
   $("trained").disabled = !gate && !strength;
-  // With every gate at 0 positions have no part in attention.
+  // With all gates at 0, position has no effect.
   $("strength").disabled = gate === -100 && models.every((model) => model.gated || !model.positional);
   update();
   count();
@@ -373,7 +373,7 @@ function pressed(event) {
   } else if (event.key === "n") {
     chooseExample(((state.example ?? -1) + 1) % examples.length);
   } else if (DATA.digits && /^\d$/.test(event.key)) {
-    // Its next example, each time the key is pressed.
+    // Repeated presses cycle through the digit's examples.
     const those = examples.map((_, at) => at).filter((at) => DATA.labels[at] === event.key);
     if (those.length) chooseExample(those.find((at) => at > (state.example ?? -1)) ?? those[0]);
   }
@@ -406,7 +406,7 @@ async function start() {
     models.push(model);
   }
   const pixels = await inflate("images"), size = HEIGHT * WIDTH * DATA.channels;
-  if (pixels.length !== DATA.images * size) throw new Error("its examples are not whole");
+  if (pixels.length !== DATA.images * size) throw new Error("its example images are incomplete");
   for (let at = 0; at < DATA.images; at++) examples.push(pixels.subarray(at * size, (at + 1) * size));
   state.pixels = examples[0];
   state.cell = GRID.map((size) => Math.floor(size / 2));
@@ -417,6 +417,6 @@ async function start() {
   requestAnimationFrame(() => { document.documentElement.dataset.ready = performance.now().toFixed(1); });
 }
 
-// For the console: live.forward(live.models[0], live.state.pixels, {gate: -1}) gives logits and every map.
+// For the console: live.forward(live.models[0], live.state.pixels, {gate: -1}) returns logits and all maps.
 window.live = { state, models, examples, forward, countBlocks, times: [] };
 start();

@@ -1,19 +1,19 @@
 "use strict";
-// What the explorer and the live page share: numbers stored in the page, attention's colours, plots.
+// Shared by the explorer and the live page: stored numbers, attention colours, plots.
 
-const DATA = JSON.parse(document.getElementById("data").textContent); // what the page says of its models
+const DATA = JSON.parse(document.getElementById("data").textContent); // models and settings
 const $ = (id) => document.getElementById(id);
 
 // -- numbers --------------------------------------------------------------------------------------
 
-// Every half-precision number by its bits. Float16Array is not in every browser yet.
+// Half-precision values by bit pattern: not all browsers have Float16Array yet.
 const HALF = Float32Array.from({ length: 1 << 16 }, (_, bits) => {
   const exponent = (bits >> 10) & 31, fraction = (bits & 1023) / 1024;
   const size = exponent ? 2 ** (exponent - 15) * (1 + fraction) : 2 ** -14 * fraction;
   return bits >> 15 ? -size : size;
 });
 
-// Half-precision numbers stored as all their low bytes, then all their high bytes.
+// Half-precision numbers, stored as all low bytes followed by all high bytes.
 function readHalves(bytes, start, count) {
   const numbers = new Float32Array(count);
   for (let i = 0; i < count; i++) numbers[i] = HALF[bytes[start + i] | (bytes[start + count + i] << 8)];
@@ -56,7 +56,7 @@ const number = (value) => (value >= 0.1 ? value.toFixed(2) : value.toPrecision(2
 
 // -- colours -------------------------------------------------------------------------------------
 
-// viridis, every fifth of its 256 colours; those between lie on a straight line to within 1 of 255.
+// Every fifth of viridis' 256 colours; linear interpolation between them is exact to 1/255.
 const VIRIDIS = (
   "44015446085c471063481769481d6f482475472a7a46307e453781433d844142873f48893d4e8a" +
   "3a538b38598c355e8d33638d31688e2e6d8e2c718e2a768e297b8e27808e25848e23898e218e8d" +
@@ -71,18 +71,18 @@ const COLOURS = Array.from({ length: 256 }, (_, at) => {
   });
 });
 
-// How even a row of attention is: "uniform" to a tenth, "nearly uniform" to a factor of two, "" beyond.
+// "uniform" if attention to all patches is equal within 10%, "nearly uniform" within a factor of two, else "".
 function evennessOf(patches) {
   const ratio = Math.max(...patches) / Math.min(...patches);
   return ratio <= 1.1 ? "uniform" : ratio <= 2 ? "nearly uniform" : "";
 }
 
-// How many powers of ten lie between the least and the most attention to a patch; none in uniform attention.
+// Decades between the least and the most attention to a patch; 0 for uniform attention.
 const rangeOf = (patches) =>
   (evennessOf(patches) === "uniform" ? 0 : Math.min(DATA.decades, Math.log10(Math.max(...patches) / Math.min(...patches))));
 
-// The pixels of a map: `top` is the brightest colour, and what lies so many powers of ten below it the darkest; without any, all
-// are alike. A pixel shows the key of that number in `keys`, or of its own.
+// Paint a map: `top` gets the brightest colour and top / 10^decades the darkest; 0 decades paints all pixels alike. Pixel i shows
+// key keys[i], or key i without `keys`.
 function paint(canvas, attention, prefix, top, decades = DATA.decades, keys = null) {
   const context = canvas.getContext("2d"), image = context.createImageData(canvas.width, canvas.height);
   for (let pixel = 0, at = 0; at < image.data.length; pixel++, at += 4) {
@@ -108,13 +108,13 @@ function placeBox(box, grid, cell) {
 
 const percent = (part) => `${(100 * part).toFixed(part < 0.0995 ? 1 : 0)}%`;
 
-// A bar for each of so many classes; upright where names are as short as digits.
+// One bar per class; upright for names as short as digits.
 function makeBars(count, upright) {
   const row = () => element("li", {}, element("span"), element("i"), element("b"));
   return element("ol", { class: upright ? "bars upright" : "bars" }, ...Array.from({ length: count }, row));
 }
 
-// Fills them from pairs of a name and a probability; the most likely of them.
+// Fill bars from pairs [name, probability]; returns the most probable pair.
 function showBars(bars, answers) {
   const best = answers.reduce((one, other) => (other[1] > one[1] ? other : one));
   answers.forEach(([name, part], at) => {
@@ -128,13 +128,13 @@ function showBars(bars, answers) {
   return best;
 }
 
-// What an image is: its file's name, and what it is labelled.
+// An image's file name and label.
 const described = (name, label) => [name, label && `labelled ${label}`].filter(Boolean).join(" · ");
 
 // -- plots ---------------------------------------------------------------------------------------
 
-// One figure of a number per head by layer, with its mean. `axis` names the numbers, `caption` explains. `marked` and `chosen` are told of the dot that is
-// pointed at and of the layer that is clicked; `even` is where a dashed line lies.
+// A plot of one value per head by layer, with the mean. `axis` is the y label; `marked` is called with the hovered dot's model, layer and head, `chosen` with
+// the clicked dot's layer and head; `even` is the position of a dashed line.
 function plot(title, axis, caption, valuesOf, largest, marked, chosen, even = null) {
   const [width, height, left, bottom, right] = [460, 226, 50, 42, 8];
   const depth = Math.max(...DATA.models.map((model) => model.layers.length));
@@ -186,20 +186,20 @@ function plot(title, axis, caption, valuesOf, largest, marked, chosen, even = nu
   return element("figure", {}, element("h2", {}, title), svg, element("figcaption", {}, caption));
 }
 
-// Which colour is whose, where there are several.
+// The legend, if there are several models.
 function keys() {
   const shown = DATA.models.length > 1 ? DATA.models : [];
   return element("p", { class: "keys" }, ...shown.map(({ label, family }) => element("span", { class: `key ${family}` }, label)));
 }
 
-// The plot of how far heads look, in the unit that all layers have in common.
+// The plot of the heads' mean attention distance, in the page's unit.
 function distancePlot(title, images, valuesOf, marked, chosen) {
   const far = DATA.models.flatMap((model) => model.layers.flatMap(valuesOf));
-  return plot(title, `mean distance (${DATA.unit})`, `Mean attention distance by layer, over ${images}. Each dot is a head, the line their mean; ` +
-    `dashed: attention that is the same everywhere (${number(DATA.uniform)}).`, valuesOf, Math.max(...far, DATA.uniform), marked, chosen, DATA.uniform);
+  return plot(title, `mean distance (${DATA.unit})`, `Mean attention distance by layer, over ${images}. Each dot is a head; the line is their mean. ` +
+    `Dashed: uniform attention (${number(DATA.uniform)}).`, valuesOf, Math.max(...far, DATA.uniform), marked, chosen, DATA.uniform);
 }
 
-// 0, step, 2 step, … up to the first that is not below `largest`: exact numbers, 3 to 6 of them.
+// 3 to 6 round ticks 0, step, 2 step, …, the last at least `largest`.
 function ticksTo(largest) {
   const unit = 10 ** Math.floor(Math.log10((largest || 1) / 5));
   const step = [1, 2, 2.5, 5, 10].map((factor) => factor * unit).find((each) => 5 * each >= largest * (1 - 1e-9));

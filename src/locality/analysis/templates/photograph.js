@@ -1,6 +1,6 @@
-// One's own photograph as the model's preprocessing makes it: `locality.data.resizing`, with Pillow's resampling.
+// The model's preprocessing of a user's photograph: `locality.data.resizing`, with Pillow's resampling.
 
-const FILTERS = { // half their width, and their weights
+const FILTERS = { // support (half width) and kernel
   nearest: [0, () => 1],
   box: [0.5, (x) => Number(x > -0.5 && x <= 0.5)],
   bilinear: [1, (x) => Math.max(0, 1 - Math.abs(x))],
@@ -11,7 +11,7 @@ const FILTERS = { // half their width, and their weights
 const sinc = (x) => (x ? Math.sin(Math.PI * x) / (Math.PI * x) : 1);
 const cubic = (x) => (x < 1 ? (1.5 * x - 2.5) * x * x + 1 : x < 2 ? ((-0.5 * x + 2.5) * x - 4) * x + 2 : 0);
 
-// The lines of an image, (from, length · channels), resampled to `to` lines across: (length, to · channels), which turns it.
+// Resample an image (from, length · channels) along its first axis and transpose it: (length, to · channels).
 function resampled(pixels, from, to, length, channels) {
   const [support, weight] = FILTERS[DATA.interpolation], scale = from / to, wide = Math.max(scale, 1);
   const out = new Uint8ClampedArray(length * to * channels);
@@ -32,10 +32,10 @@ function resampled(pixels, from, to, length, channels) {
   return out;
 }
 
-// Half of an odd number goes to the even neighbour, as in Python.
+// Rounds halves to even, as Python does.
 const rounded = (x) => (Math.abs(x % 1) === 0.5 ? 2 * Math.round(x / 2) : Math.round(x));
 
-// (height, width) of an image before the crop.
+// (height, width) of the resized image before cropping.
 function resizedTo(high, wide) {
   const [rows, columns] = DATA.size.map((side) => Math.floor(side / DATA.crop_pct));
   if (DATA.crop_mode === "squash") return [rows, columns];
@@ -44,15 +44,15 @@ function resizedTo(high, wide) {
   return [rounded(high / ratio), rounded(wide / ratio)];
 }
 
-// The pixels of an image file, (H, W, channels) of 0 … 255.
+// An image file's preprocessed pixels, (H, W, channels) of 0 … 255.
 async function photographPixels(file) {
   const picture = await createImageBitmap(file), { width: wide, height: high } = picture;
   const canvas = element("canvas", { width: wide, height: high }), context = canvas.getContext("2d");
-  context.fillStyle = "#ffffff"; // shows through what is transparent
+  context.fillStyle = "#ffffff"; // behind transparent pixels
   context.fillRect(0, 0, wide, high);
   context.drawImage(picture, 0, 0);
   const { data } = context.getImageData(0, 0, wide, high), channels = DATA.channels;
-  const turned = new Uint8Array(wide * high * channels); // columns first, for the first pass
+  const turned = new Uint8Array(wide * high * channels); // column-major, for the first pass
   for (let y = 0; y < high; y++) {
     for (let x = 0; x < wide; x++) {
       const [from, to] = [4 * (y * wide + x), (x * high + y) * channels];

@@ -1,27 +1,27 @@
-// From strokes to the 8×8 image that a model sees, as the digits' 8×8 images were made.
+// Strokes → 8×8 images, processed like those of the digits data set.
 //
-// NIST's programs brought each digit to 32×32 pixels, set or not: sheared so that its top and its bottom begin in the
-// same column, as high as the image, and with strokes so thick that about the same number of pixels is set in each.
-// The data set counts the set pixels in blocks of 4×4, 0 … 16, which the models see as 0 … 255.
+// NIST's programs normalised each digit to a binary 32×32 bitmap: sheared so that its top and bottom start in the same
+// column, scaled to the full height, with strokes thick enough that about the same number of pixels is set in each.
+// The data set counts set pixels in 4×4 blocks, 0 … 16; the models see 0 … 255.
 
 const BITMAP = 32, BLOCK = 4;
-const WIDEST = 24; // of a digit; in the data set almost none is wider
-const SET = 312; // pixels, their mean in the data set
-const END = 0.06; // of the height: where a digit's top and bottom are looked for
-const STEEPEST = 0.5; // slant that is undone, in widths per height
-const THICKEST = 4.5; // half the width of a stroke, so that a point stays one
+const WIDEST = 24; // maximum width of a digit; almost none in the data set is wider
+const SET = 312; // mean number of set pixels in the data set
+const END = 0.06; // fraction of the height taken as a digit's top or bottom
+const STEEPEST = 0.5; // maximum slant removed, in widths per height
+const THICKEST = 4.5; // maximum half width of a stroke, so that a dot stays a dot
 
-// Squared distance of a point to the segment a b.
+// Squared distance from a point to the segment a b.
 function squaredDistance(x, y, a, b) {
   const right = b[0] - a[0], down = b[1] - a[1], length = right * right + down * down;
   const part = length ? Math.max(0, Math.min(1, ((x - a[0]) * right + (y - a[1]) * down) / length)) : 0;
   return (x - a[0] - part * right) ** 2 + (y - a[1] - part * down) ** 2;
 }
 
-// Strokes, lists of points [x, y], as they are without their slant.
+// Strokes (lists of points [x, y]) with their slant removed.
 function upright(strokes) {
   const points = strokes.flatMap((stroke) => stroke.flatMap((b, at) => {
-    const a = stroke[Math.max(0, at - 1)]; // also what lies between: lines may be long
+    const a = stroke[Math.max(0, at - 1)]; // interpolate: segments may be long
     return Array.from({ length: 20 }, (_, step) => [0, 1].map((axis) => a[axis] + (b[axis] - a[axis]) * (step + 1) / 20));
   }));
   const top = Math.min(...points.map(([, y]) => y)), height = Math.max(...points.map(([, y]) => y)) - top;
@@ -32,13 +32,13 @@ function upright(strokes) {
   return strokes.map((stroke) => stroke.map(([x, y]) => [x + shear * (y - top), y]));
 }
 
-// Strokes in any unit → how many pixels are set in each block: 64 numbers of 0 … 16.
+// Strokes in any unit → number of set pixels per block: 64 numbers of 0 … 16.
 function countBlocks(drawn) {
   const strokes = upright(drawn), all = strokes.flat(), axes = [0, 1];
   const low = axes.map((axis) => Math.min(...all.map((point) => point[axis])));
   const high = axes.map((axis) => Math.max(...all.map((point) => point[axis])));
   const away = new Float64Array(BITMAP * BITMAP);
-  let radius = 2; // half the width of a stroke in pixels, by which the strokes' lines stay inside of the box
+  let radius = 2; // half the stroke width in pixels; stroke centres keep this distance from the edge
   for (let round = 0; round < 4; round++) {
     const room = [WIDEST - 2 * radius, BITMAP - 2 * radius];
     const scale = Math.min(...axes.map((axis) => room[axis] / Math.max(high[axis] - low[axis], 1e-6)));
@@ -65,7 +65,7 @@ function countBlocks(drawn) {
   return counts;
 }
 
-// The pixels of a drawing, (8, 8, channels) of 0 … 255, black where nothing is drawn.
+// Pixels of a drawing, (8, 8, channels) of 0 … 255, on black.
 function drawnPixels(strokes, channels) {
   const counts = countBlocks(strokes);
   return Uint8Array.from({ length: counts.length * channels }, (_, at) =>

@@ -1,4 +1,4 @@
-// Below each chart and table, buttons that save it: a drawing as SVG, a table as CSV. Nothing is fetched.
+// Buttons below each chart (save as SVG) and table (copy, save as CSV).
 "use strict";
 (() => {
   const named = (text) => text.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60).replace(/^-|-$/g, "") || "page";
@@ -24,7 +24,7 @@
     after.after(place);
   }
 
-  // The page's colours and font take the place of variables, which only pages have.
+  // CSS variables are undefined outside the page: inline their values.
   function standing(svg) {
     const look = getComputedStyle(svg), copy = svg.cloneNode(true), box = svg.viewBox.baseVal;
     copy.setAttribute("xmlns", "http://www.w3.org/2000/svg");
@@ -37,7 +37,7 @@
       .replace(/var\((--[\w-]+)\)/g, (_, name) => look.getPropertyValue(name).trim().replace(/"/g, "'"));
   }
 
-  // What a cell says in one line. Programs know a hyphen where people read a minus sign.
+  // A cell's text on one line, with hyphens for minus signs so that programs can parse it.
   const said = (cell) => cell.innerText.replace(/\s+/g, " ").trim().replace(/−(?=\d)/g, "-");
   const rowsOf = (table) => [...table.rows].map((row) => [...row.cells].map((cell) => ({ text: said(cell), width: cell.colSpan })))
     .map((row) => row.flatMap(({ text, width }) => [text, ...Array(width - 1).fill("")]));
@@ -47,7 +47,7 @@
     try {
       await navigator.clipboard.writeText(rowsOf(table).map((row) => row.join("\t")).join("\n"));
       button.textContent = "copied";
-    } catch { // without https a browser may have no clipboard for pages
+    } catch { // the clipboard may need https
       getSelection().selectAllChildren(table);
     }
   }
