@@ -220,7 +220,9 @@ def _below(one: RunGroup, fraction: float, baselines: Mapping[str, Estimate]) ->
     """Advice if a group's accuracy is below a baseline's; otherwise ""."""
     top1 = estimate(list(one.top1(fraction).values())).mean
     found = {name: of.mean for name, of in baselines.items()}
-    return advice(f"{one.label} on {charts.subset_label(fraction)}", top1, found)
+    whole = tuple(one.fractions) == (1,)
+    name = one.label if whole else f"{one.label} on {charts.subset_label(fraction)}"
+    return advice(name, top1, found)
 
 
 def _svg(figure: Figure | None, title: str) -> Markup:
@@ -266,8 +268,8 @@ def _attention_galleries(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
         run = one.at(one.fractions[-1])[0]
         pictures = run.pictures()
         if pictures is not None and pictures.layers:
-            part = charts.percent(run.fraction)
-            seen.append((f"{one.label}, {part} of the images, seed {run.seed}", pictures))
+            of = "" if run.fraction == 1 else f", {charts.percent(run.fraction)} of the images"
+            seen.append((f"{one.label}{of}, seed {run.seed}", pictures))
     if not seen:
         return []
     first = seen[0][1]
