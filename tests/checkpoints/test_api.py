@@ -308,3 +308,27 @@ def test_a_state_dict_of_timms_is_read_for_its_network(tmp_path):
         assert locality.load(out).config.gpsa == "stage4"
     with pytest.raises(UserError, match="timm/resnet18"):
         locality.create_model("resnet18")
+
+
+def test_weights_of_code_with_another_activation_are_warned_of(tmp_path, caplog):
+    file, (name, fields) = tmp_path / "weights.pth", MODELS["cvt-transformers"]
+    source = build(name, **fields)
+    torch.save(KEY_MAPS["cvt-transformers"].from_native(source.state_dict(), source.config), file)
+    for activation in ("gelu", "quick_gelu"):
+        locality.create_model(name, weights=file, **fields | {"activation": activation})
+        assert ("activation='gelu'" in caplog.text) == (activation == "quick_gelu")
+
+
+def test_a_state_dict_in_place_of_a_path_is_refused():
+    state = build("convit_nano").state_dict()
+    with pytest.raises(UserError, match="path"):
+        locality.load(state)
+    with pytest.raises(UserError, match="path"):
+        locality.create_model("convit_nano", weights=state)
+
+
+def test_a_distillation_token_is_refused_by_name(tmp_path):
+    distilled = timm.create_model("deit_tiny_distilled_patch16_224")
+    torch.save(distilled.state_dict(), tmp_path / "weights.pth")
+    with pytest.raises(UserError, match="distillation token"):
+        locality.load(tmp_path / "weights.pth")

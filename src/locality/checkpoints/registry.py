@@ -172,6 +172,11 @@ def detect_kind(what: Path | str, entry: str | None = None) -> Kind:
 
 
 def _kind(what: Path | str) -> Kind:
+    if not isinstance(what, str | Path):
+        raise UserError(
+            f"weights are given by path or name, not as a {type(what).__name__}; save the state "
+            f"dict to a file first"
+        )
     path, name = Path(what), str(what)
     if is_run_folder(path):
         return "run"

@@ -89,8 +89,8 @@ def read(
         FileNotFoundError: if the path `what` does not exist.
         UserError: if it cannot be read, naming it and the cause.
     """
-    path, name = Path(what), str(what)
     kind = detect_kind(what, entry)
+    path, name = Path(what), str(what)
     if kind == "graph":
         raise graph_not_model(read_graph(path)[2])
     like = like if variant is None else factory.variant(variant).config
@@ -171,6 +171,11 @@ def _from_weights(
     wrong = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
     with prefix_errors(path), wrap_errors(shapes, *wrong):
         key_map = detect_key_map(state)
+        if "dist_token" in state:
+            raise UserError(
+                "these are weights of a distilled DeiT, whose distillation token no model here "
+                "has; open it as timm's model, such as timm/deit_tiny_distilled_patch16_224"
+            )
         config = key_map.configuration(state, like, settings)
         name, config = identify(config) if like is None else (None, config)
         ours = key_map.to_native(state, config)
@@ -179,6 +184,12 @@ def _from_weights(
         for setting, value in key_map.unspecified(config).items()
         if like is None and setting not in settings
     }
+    code = key_map.accepted(config).get("activation", ())
+    if like is not None and not alone and code and config.activation not in code:
+        _log.warning(
+            f"{path} has the tensor names of {key_map.title}, whose code computes "
+            f"activation={code[0]!r}; the model keeps its own, {config.activation!r}"
+        )
     if assumed:
         _log.warning(
             f"{path} does not specify all settings; assuming {format_settings(assumed)}. "
