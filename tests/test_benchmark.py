@@ -15,6 +15,7 @@ from locality.benchmark import (
     peers,
     randomise,
     run_benchmark,
+    timed_rows,
     to_table,
 )
 from locality.cli import main
@@ -76,6 +77,14 @@ def test_ratios_are_taken_within_a_round():
     timing = Timing({"ours": [1.0, 2.0, 4.0], "theirs": [2.0, 4.0, 4.0]})
     assert timing.ratios("ours", "theirs") == [2.0, 2.0, 1.0]
     assert timing.median("theirs") == 4.0
+
+
+def test_the_speed_beside_a_peer_is_ours_over_its_own():
+    timing = Timing({"locality": [1.0, 2.0, 4.0], "timm": [2.0, 4.0, 4.0]})
+    ours, theirs = timed_rows(timing, 8, {})
+    assert (ours["images_per_second"], theirs["images_per_second"]) == (4, 2)
+    assert ours["locality_is_times_as_fast"] is None
+    assert (theirs["locality_is_times_as_fast"], theirs["middle_half"]) == (2, (1, 2))
 
 
 @pytest.mark.slow

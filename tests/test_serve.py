@@ -28,6 +28,7 @@ import locality
 from locality.checkpoints import open_model, save
 from locality.cli import main
 from locality.data import BadImage, Preprocessing
+from locality.data.config import Decoding
 from locality.data.sources import TooManyPixels
 
 HTTPException = pytest.importorskip("fastapi").HTTPException
@@ -390,6 +391,15 @@ class TestDecoding:
                     await decoder(large)
             with pytest.raises(TooManyPixels):
                 await decoder(bomb())
+
+        run_alone(ask)
+
+    def test_a_runs_own_limit_of_pixels_is_kept(self):
+        async def ask():
+            decoder = decoding.Decoder(Preprocessing(32), "RGB", Decoding(max_pixels=2400))
+            assert (await decoder(photo((60, 40)))).image.size == (32, 32)
+            with pytest.raises(TooManyPixels):
+                await decoder(photo((60, 41)))
 
         run_alone(ask)
 

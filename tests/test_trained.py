@@ -71,6 +71,17 @@ def test_it_classifies_files_folders_lists_arrays_and_tensors(images, run):
         run.predict(np.zeros((2, 3, 4, 5, 6)))
 
 
+def test_files_are_decoded_as_the_run_was(images, tmp_path):
+    options = BY_KEYWORD | {"data__exif": True, "output": tmp_path / "run", "quiet": True}
+    picture = Image.open(next(images.rglob("*.png"))).convert("RGB")
+    exif = picture.getexif()
+    exif[0x0112] = 3  # upside down
+    picture.save(tmp_path / "held.png", exif=exif)
+    run = locality.fit(images, "convit_nano", **options)
+    found, turned = run.predict(tmp_path / "held.png"), picture.rotate(180)
+    assert found.classes == run.predict(turned).classes != run.predict(picture).classes
+
+
 def test_it_answers_as_the_commands_do(images, run, capsys):
     result = run.evaluate()
     assert result["top1"] == pytest.approx(run.result["top1"])

@@ -112,6 +112,7 @@ def test_a_run_and_a_file_come_with_their_classes_and_preprocessing(tmp_path, ti
     for what in (run.folder, tmp_path / "saved" / "model.safetensors"):
         ours = open_model(what)
         model, processor = from_locality(what)
+        assert not model.training
         inputs = processor(picture())
         with torch.no_grad():
             probabilities = model(**inputs).logits.softmax(-1)

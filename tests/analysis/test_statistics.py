@@ -33,6 +33,13 @@ def test_folds_that_share_images_have_a_wider_interval():
     assert folds.p_value(85) > alone.p_value(85)
 
 
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_values_that_are_all_alike_have_the_p_value_of_the_sign_test(n):
+    found = estimate([2.0] * n)
+    assert found.p_value() == pytest.approx(stats.binomtest(n, n).pvalue)
+    assert found.p_value(at=2) == 1
+
+
 def test_holm_stops_at_the_first_that_is_not_small_enough():
     assert holm([0.04, 0.01, 0.03]) == [False, True, False]
     assert holm([0.01, 0.02, 0.03]) == [True, True, True]

@@ -149,6 +149,10 @@ PROCESSORS = {
         size={"height": 80, "width": 80}, crop_size={"height": 64, "width": 64}
     ),
     "CLIP's": CLIPImageProcessor(size={"shortest_edge": 64}, crop_size={"height": 48, "width": 48}),
+    # 56 / (56 / 100) is below 100.
+    "rounded": CLIPImageProcessor(
+        size={"shortest_edge": 100}, crop_size={"height": 56, "width": 56}
+    ),
 }
 
 

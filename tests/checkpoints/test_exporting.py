@@ -134,11 +134,12 @@ def test_what_cannot_be_exported_is_said_before_any_work(path, format, named, tm
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("strides", [{}, {"depth": 2, "kv_stride": [(2, 1)] * 3}])
 @pytest.mark.parametrize("format", ["onnx", "torch-export"])
-def test_a_model_for_images_too_small_to_export_says_the_smallest(format, tmp_path):
+def test_a_model_for_images_too_small_to_export_says_the_smallest(format, strides, tmp_path):
     path = tmp_path / f"model{EXPORT_SUFFIXES[format]}"
     with pytest.raises(UserError, match="5×5"):
-        export(build("cvt_nano", img_size=4), path, format)
+        export(build("cvt_nano", img_size=4, **strides), path, format)
     assert not path.exists()
 
 

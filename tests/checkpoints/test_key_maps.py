@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -143,6 +144,15 @@ def test_ratios_that_differ_between_blocks_are_read_too():
     state = {MICROSOFT.rename(name): tensor for name, tensor in ours.state_dict().items()}
     found = MICROSOFT.infer(state, {})
     assert [ratio for stage in found.stages for ratio in stage.mlp_ratios] == ratios
+
+
+def test_a_hidden_width_that_a_rounded_ratio_falls_short_of_is_read():
+    assert int(112 * (230 / 112)) == 229
+    with torch.device("meta"):
+        ours = build("convit_nano", embed_dim=112, mlp_ratio=math.nextafter(230 / 112, 3))
+    state = CONVIT.from_native(ours.state_dict(), ours.config)
+    assert len(state["blocks.0.mlp.fc1.weight"]) == 230
+    assert CONVIT.infer(state, {}) == ours.config
 
 
 @pytest.mark.parametrize("key_map", [CONVIT, DEIT, MICROSOFT, TRANSFORMERS], ids=lambda m: m.name)

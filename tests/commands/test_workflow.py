@@ -176,6 +176,13 @@ def test_settings_from_a_file_and_by_name(tmp_path, capsys):
     assert (written.model.name, written.data.fraction) == ("deit_nano", 0.1)
 
 
+def test_the_models_settings_in_a_group_are_all_of_them(tmp_path):
+    """As the config.yaml of a run of an earlier version has them."""
+    (tmp_path / "config.yaml").write_text("model: {overrides: {depth: 2}}")
+    config, _ = read_run(["convit_cifar", "--config", str(tmp_path / "config.yaml")])
+    assert config.model.overrides == {"depth": 2}
+
+
 def test_data_check(tmp_path, capsys):
     folder = tmp_path / "images"
     for part in ("train", "val"):
@@ -315,6 +322,20 @@ def test_eval_writes_predictions_that_make_its_accuracy(run, tmp_path, capsys):
     right = [row["label"] == row["prediction"] for row in rows]
     assert len(rows) == found["n"]
     assert 100 * sum(right) / len(right) == pytest.approx(found["top1"])
+
+
+def test_eval_shows_the_recall_and_the_precision_of_each_class(run, tmp_path, capsys):
+    assert main(["eval", str(run), "--predictions", str(tmp_path / "table.csv")]) == 0
+    lines = iter(capsys.readouterr().out.splitlines())
+    next(line for line in lines if line.startswith("class "))
+    next(lines)
+    pairs = [(row["label"], row["prediction"]) for row in read_rows(tmp_path / "table.csv")]
+    for name in map(str, range(10)):
+        own = [prediction for label, prediction in pairs if label == name]
+        called = [label for label, prediction in pairs if prediction == name]
+        shares = [100 * each.count(name) / len(each) for each in (own, called) if each]
+        found = list(map(float, next(lines).split()[2:]))
+        assert found == pytest.approx([len(own), *shares], abs=0.051)
 
 
 def test_report_says_what_it_leaves_out(run, tmp_path, capsys):

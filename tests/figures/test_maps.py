@@ -48,6 +48,13 @@ def test_a_figure_has_an_input_and_a_panel_per_head(layer, tmp_path):
     assert all(words in text for words in ("layer 1", "(a) input", "(b) ours", "(c) ours"))
 
 
+def test_the_query_is_boxed_where_images_are_not_square():
+    wide = LayerPicture((2, 3), (1, 2), np.full((1, 1, 2, 3), 1 / 6))
+    captured = Pictures(np.zeros((1, 8, 12, 3), dtype=np.uint8), ["a"], ["a"], [wide])
+    box = panels(maps([("ours", captured)], [0]))[0].patches[0]
+    assert box.get_bbox().extents.tolist() == [8 - 0.5, 4 - 0.5, 12 - 0.5, 8 - 0.5]
+
+
 def test_colours_reach_three_powers_of_ten_below_the_largest_value():
     layer = LayerPicture((1, 2), (0, 0), np.array([[[[1.0, 1e-9]]]]))
     image = panels(maps([("", pictures(layer))], [0], image=None))[0].images[0]

@@ -10,6 +10,7 @@ from torch import nn
 
 from locality import load, save, transform
 from locality.analysis import measure_model
+from locality.analysis.measures import token_distances, uniform_nonlocality
 from locality.checkpoints import export, load_weights, open_model
 from locality.errors import UserError
 from locality.layers import ImageAttention
@@ -155,6 +156,8 @@ def test_gates_nonlocality_and_centres_are_measured():
     assert away[4] == pytest.approx(0) and away[5] == pytest.approx(7 / 8)
     assert last["position_nonlocality"][5] == pytest.approx(1 / 2)
     assert last["position_nonlocality"][3] == pytest.approx(1 / 2 * 3 / 4)
+    uniform = token_distances((4, 4), (8, 8), (1 / 2, 1 / 2)).mean()
+    assert uniform_nonlocality(last) == pytest.approx(uniform.item())
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,21 @@ def test_a_single_evaluation_is_drawn(make_run):
     assert mean.get_markevery() == 1 and point[0] == 1500
 
 
+def test_whiskers_end_at_accuracies_that_there_are(make_run):
+    runs = [make_run(seed=seed, top1=94.0 + 2 * seed, measured=False) for seed in (0, 1)]
+    figure = charts.chart(charts.draw_accuracy, group(read_runs(runs)))
+    (((low, _), (high, _)),) = figure.axes[0].collections[0].get_segments()
+    assert (low, high) == pytest.approx((estimate([94.0, 96.0]).low, 100))
+
+
+def test_nonlocality_is_drawn_before_and_after_training(make_run):
+    (run,) = read_runs([make_run()])
+    figure = charts.chart(charts.draw_nonlocality, group([run]), 1.0)
+    for stage, drawn in zip(("before", "after"), figure.axes[0].containers, strict=True):
+        means = [each["nonlocality"]["layer_mean"] for each in run.measures[stage]["layers"]]
+        assert drawn.lines[0].get_ydata() == pytest.approx(means)
+
+
 def test_baselines_are_found_by_the_table_of_models(make_run):
     groups = group(read_runs([make_run("deit_nano"), make_run("convit_nano")]))
     assert [one.label for one in groups] == ["ConViT", "DeiT"]

@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from locality.analysis.runs import group, read_runs
-from locality.analysis.statistics import holm
+from locality.analysis.statistics import estimate, holm
 from locality.errors import UserError
 from locality.report.comparison_page import (
     Candidate,
@@ -102,6 +102,10 @@ def test_folds_share_images_and_their_intervals_are_wider(compared):
                     compared(fold=3, cvt_nano=180, convit_micro=150)[1])  # fmt: skip
     cvt = next(one for one in folds if one.label == "CvT")
     assert cvt.top1.half_width / alone == pytest.approx((1 + 3 / 2) ** 0.5)
+    (pair,) = pairs_of(folds)
+    first, second = (one.group.top1(1).values() for one in folds)
+    gaps = [one - other for one, other in zip(first, second, strict=True)]
+    assert pair.over_runs.half_width == pytest.approx(estimate(gaps, 1 / 2).half_width)
 
 
 def test_the_learning_curves_last_step(compared):

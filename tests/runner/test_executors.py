@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import pytest
@@ -14,6 +15,7 @@ from locality import settings
 from locality.errors import UserError
 from locality.runner.executors import (
     Executor,
+    SubmititExecutor,
     execute,
     log_file,
     run_all,
@@ -187,6 +189,19 @@ def test_submitit_gives_the_same_numbers_bit_for_bit(tmp_path, tiny_config, fail
     assert_same(fingerprint(one), fingerprint(other))
 
 
+def test_a_job_of_a_cluster_starts_from_the_folder_it_was_given_in(
+    tmp_path, tiny_config, monkeypatch
+):
+    monkeypatch.setattr("submitit.AutoExecutor.which", lambda _: "debug")  # in this process, later
+    monkeypatch.chdir(tmp_path)
+    executor = SubmititExecutor(1, torch.get_num_threads(), tmp_path / "logs")
+    run = Run("", tiny_config(), Path("run"))
+    (job,) = executor.submit([run])
+    monkeypatch.chdir("/")
+    assert executor.error(job) is None
+    assert (tmp_path / "run" / "result.json").exists()
+
+
 KILLED = """
 import sys
 from pathlib import Path
@@ -233,6 +248,26 @@ def test_a_table_killed_in_the_middle_finishes_when_started_again(tmp_path, tiny
     for config in configs:
         interrupted = Run("", config, root / str(config.seed))
         assert_same(fingerprint(interrupted), fingerprint(whole[config.seed]))
+
+
+GPU = """
+import os
+
+
+def tell(config, folder):
+    folder.with_suffix(".gpu").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+"""
+
+
+@pytest.mark.slow
+def test_runs_side_by_side_have_a_gpu_each(tmp_path, tiny_config, monkeypatch):
+    (tmp_path / "which_gpu.py").write_text(GPU)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    names = ("one", "other")
+    config, task = tiny_config(), "which_gpu:tell"
+    run_all([Run(name, config, tmp_path / name, task=task) for name in names], quiet=True)
+    assert {(tmp_path / f"{name}.gpu").read_text() for name in names} == {"3", "5"}
 
 
 def test_runs_side_by_side_share_out_the_gpus(monkeypatch):

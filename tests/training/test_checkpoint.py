@@ -114,11 +114,13 @@ def test_with_no_whole_file_left_the_run_does_not_start_over(written):
     assert LAST in str(caught.value) and PREVIOUS in str(caught.value)
 
 
-def test_weights_that_are_not_finite_never_replace_good_ones(written):
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_weights_that_are_not_finite_never_replace_good_ones(name, written):
     folder = CheckpointFolder(written)
     folder.load()
     damaged = state(3)
-    damaged["model"]["weight"][1, 2] = float("nan")
+    damaged["model"]["bias"] = torch.zeros(50)
+    damaged["model"][name][2] = float("nan")
     with pytest.raises(NonFiniteWeights, match="step 3"):
         folder.save(pack(damaged))
     assert_same(CheckpointFolder(written).load()[0], state(2))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from locality.data import ArraySource, Preprocessing, eval_loader
-from locality.training import Interrupted, evaluate
+from locality.training import Interrupted, Predictions, evaluate
 
 IMAGES, CLASSES = 50, 7
 PLAIN = Preprocessing(4, crop_pct=1.0, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
@@ -59,6 +59,13 @@ def test_any_of_several_right_answers_counts(source, logits):
     assert evaluate(Lookup(logits), loader(source), label_sets=sets)["top1"] == 100
     wrong = [((answer + 1) % CLASSES,) for answer in best]
     assert evaluate(Lookup(logits), loader(source), label_sets=wrong)["top1"] == 0
+
+
+def test_a_class_without_images_has_no_part_in_the_mean_recall():
+    labels, predicted = np.array([0, 0, 2, 2]), np.array([0, 1, 2, 2])
+    found = Predictions(["a", "b", "c", "d"], labels, [""] * 4, labels, predicted, np.ones(4))
+    assert found.macro == 75
+    assert found.never == []
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 7])

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from locality.checkpoints.registry import is_run_folder
+from locality.checkpoints.run_state import load_best_state
 from locality.errors import UserError
 from locality.settings import from_yaml
 from locality.training import RunFolder, evaluate_run, initial_model, load_run, replace
@@ -83,6 +84,17 @@ def test_the_last_snapshot_is_what_is_loaded(finished):
     assert not model.training and config.engine.ema_decay == 0.5
     for name, value in model.state_dict().items():
         assert torch.equal(value, weights[name])
+
+
+def test_the_average_starts_from_the_first_update_and_weighs_the_second(tmp_path):
+    from safetensors.torch import load_file
+
+    lengths = {"schedule__steps": 2, "schedule__warmup": 0, "schedule__snapshot_every": 1}
+    train(tiny(engine__ema_decay=0.75, **lengths), tmp_path)
+    first = load_file(tmp_path / "snapshots" / "step-00000001.safetensors")
+    state = load_best_state(tmp_path)
+    for name, average in state["ema"].items():
+        torch.testing.assert_close(average, 0.75 * first[name] + 0.25 * state["model"][name])
 
 
 def test_parameters_that_no_gradient_reaches_are_named_at_the_first_step(tmp_path, capsys):

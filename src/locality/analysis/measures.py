@@ -195,7 +195,8 @@ def measure_model(model: nn.Module, images: Tensor, batch_size: int | None = Non
 
     Returns:
         {"images": n, "layers": [one record per attention layer, in depth order]}. A layer's record
-        has its `name`, `kind` ("gpsa", "psa" or "sa"), `grid` and `key_grid`, and
+        has its `name`, `kind` ("gpsa", "psa" or "sa"), `grid`, `key_grid`, `key_stride`,
+        and
 
         - `nonlocality`, `entropy`: {"mean", "std"} with one number per head, over images;
             "layer_mean" and "layer_std" for the mean over heads (Eq. 8);
@@ -259,6 +260,7 @@ def _layer_record(view: LayerView) -> Record:
         "kind": "gpsa" if maps.gate is not None else "sa" if maps.position is None else "psa",
         "grid": list(maps.query_grid),
         "key_grid": list(maps.key_grid),
+        "key_stride": list(view.key_stride),
         "heads": maps.mixed.shape[1],
         "gates": _to_json(maps.gate),
         "position_nonlocality": _to_json(far),

@@ -166,9 +166,9 @@ def measure_trajectory(folder: Path | str, images: int = 256) -> Record:
 
     Returns:
         {"images": n, "steps": […], "epochs": […], "layers": [one record per
-        attention layer]}. A layer's record has `name`, `kind`, `grid` and `key_grid`, and one
-        entry per snapshot in `nonlocality` (mean over heads and images, Eq. 8),
-        `nonlocality_per_head` and `gates` (σ(λ) per head; None without gates).
+        attention layer]}. A layer's record has `name`, `kind`, `grid`, `key_grid` and
+        `key_stride`, and one entry per snapshot in `nonlocality` (mean over heads and images,
+        Eq. 8), `nonlocality_per_head` and `gates` (σ(λ) per head; None without gates).
 
     Raises:
         UserError: the run has no snapshots.
@@ -204,7 +204,7 @@ def _to_curves(records: list[Record]) -> Record:
         "steps": [record["step"] for record in records],
         "epochs": [record["epoch"] for record in records],
         "layers": [
-            {name: layers[0][name] for name in ("name", "kind", "grid", "key_grid")}
+            {name: layers[0][name] for name in ("name", "kind", "grid", "key_grid", "key_stride")}
             | {
                 "nonlocality": [layer["nonlocality"]["layer_mean"] for layer in layers],
                 "nonlocality_per_head": [layer["nonlocality"]["mean"] for layer in layers],
