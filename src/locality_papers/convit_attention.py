@@ -122,7 +122,9 @@ def figure_6(s: Scale) -> Figure:
     }
     return Figure(
         _gate_panels(s, "S"),
-        about="Gate σ(λ) of each head; black: mean over heads.",
+        about="Gate σ(λ) of each head; black: mean over heads. In the paper the mean gate of the "
+        "deeper half falls from σ(1) = 0.731 to 0; here the deeper half is the last "
+        f"{half} of {s.architecture('ConViT-S').gpsa_layers} gated layers.",
         questions={"§4, pp. 7–8, Fig. 6": asked},
     )
 

@@ -93,7 +93,7 @@ def read(
     path, name = Path(what), str(what)
     if kind == "graph":
         raise graph_not_model(read_graph(path)[2])
-    like = like if variant is None else factory.variant(variant).config
+    like = like if variant is None else factory.named(variant, {})
     settings = settings or {}
     if kind == "run":
         found = _from_run(path)
@@ -102,7 +102,7 @@ def read(
     elif kind == "public":
         found = _from_public(name)
     elif kind == "timm":
-        found = _from_timm(name)
+        found = _of_timm(*published(name))
     else:
         found = _from_hub(name)
     if settings:
@@ -283,24 +283,25 @@ def _from_timm_state(state: Mapping[str, Any], like: factory.TimmConfig) -> Chec
     ends: dict[str, Any] = {"num_classes": len(state.get(f"{like.classifier}.weight", ()))}
     if (stem := state.get(f"{like.stem}.weight")) is not None:
         ends["in_chans"] = stem.shape[1]
-    return Checkpoint(replace(like, gpsa="", **ends), dict(state))
+    return _of_timm(replace(like, gpsa="", **ends), dict(state))
 
 
-def _from_timm(name: str) -> Checkpoint:
-    config, state, data = published(name)
-    fields = {key: data[key] for key in PREPROCESSING_KEYS}
-    prepared = Preprocessing(data["input_size"][1:], **fields)
-    return Checkpoint(config, state, name, prepared)
+def _of_timm(config: factory.TimmConfig, state: dict[str, Tensor]) -> Checkpoint:
+    data = config.data_config()
+    prepared = Preprocessing(
+        data["input_size"][1:], **{key: data[key] for key in PREPROCESSING_KEYS}
+    )
+    return Checkpoint(config, state, PREFIX + config.name, prepared)
 
 
 def _check_variant(
     checkpoint: Checkpoint, model: str, what: Path | str, settings: Mapping[str, Any]
 ) -> Checkpoint:
     """The checkpoint with the name `model`, if it has that architecture."""
-    row = factory.variant(model)
-    if type(row.config) is not type(checkpoint.config):
+    config = factory.named(model, {})
+    if type(config) is not type(checkpoint.config):
         raise UserError(f"{what} does not hold {model}, but a model of another family")
-    if differing := signature_diff(checkpoint.config, override_config(row.config, settings)):
+    if differing := signature_diff(checkpoint.config, override_config(config, settings)):
         held = identify(checkpoint.config)[0]
         fields = ", ".join(f"{name}={theirs!r}" for name, (theirs, _) in differing.items())
         raise UserError(f"{what} holds {held or f'a model with {fields}'}, not {model}")

@@ -168,7 +168,8 @@ class Preprocessing:
     """Deterministic preprocessing, in timm's terms.
 
     Attributes:
-        img_size: image size in pixels, a number or (height, width); None is the model's own.
+        img_size: size of the images in pixels, a number or (height, width); None is the model's
+            own.
         mean: mean of each channel, on the 0 … 1 scale.
         std: standard deviation of each channel, on the 0 … 1 scale.
         interpolation: used for every resize.

@@ -89,6 +89,10 @@ class TimmConfig:
         """As `Architecture.weight_signature`."""
         return weight_signature(self)
 
+    def data_config(self) -> dict[str, Any]:
+        """timm's data configuration of the model: input size, mean, std, interpolation, crop."""
+        return timm.data.resolve_data_config(pretrained_cfg=_pretrained_cfg(self.name).to_dict())
+
     @classmethod
     def named(cls, name: str) -> TimmConfig:
         """timm's default configuration of the model "timm/NAME".
@@ -122,18 +126,20 @@ def _pretrained_cfg(name: str) -> PretrainedCfg:
     return get_pretrained_cfg(name) or PretrainedCfg()
 
 
-def published(name: str) -> tuple[TimmConfig, dict[str, Tensor], dict[str, Any]]:
-    """timm's published weights of "timm/NAME": configuration, state dict and data configuration.
+def published(name: str) -> tuple[TimmConfig, dict[str, Tensor]]:
+    """timm's published weights of "timm/NAME": configuration and state dict.
 
     Raises:
         UserError: if timm has no model of this name, or its weights cannot be loaded.
     """
     config = TimmConfig.named(name)
-    missing = f"timm's weights of {name} could not be loaded; pass a weights file instead"
+    missing = (
+        f"timm's weights of {name} could not be loaded; pass a file of a state dict instead, with "
+        f"--variant {name} (variant= in Python)"
+    )
     with wrap_errors(missing, OSError, RuntimeError), offline_unless_reachable():
         model = timm.create_model(config.name, pretrained=True)
-    state = {f"model.{key}": tensor for key, tensor in model.state_dict().items()}
-    return config, state, timm.data.resolve_model_data_config(model)
+    return config, {f"model.{key}": tensor for key, tensor in model.state_dict().items()}
 
 
 class TimmModel(ImageClassifier):

@@ -35,7 +35,7 @@ class ModelConfig:
 
     Attributes:
         name: one of `locality models`, or "timm/" and the name of a timm model.
-        img_size: side of the training images in pixels, or [height, width]; None is the model's
+        img_size: image size in training in pixels, a number or [height, width]; None is the model's
             own.
         patch_size: side of a patch in pixels; None is the model's own.
         weights: initial weights: a run folder, weights in any format, or the name of public ones;
@@ -94,8 +94,8 @@ class OptimConfig:
     Attributes:
         name: timm's name, such as "adamw" or "sgd".
         lr: learning rate after warm-up, for a global batch of `lr_batch` images.
-        lr_batch: the learning rate is `lr` times global batch / `lr_batch`; None uses `lr` as it
-            is.
+        lr_batch: global batch that `lr` is meant for; the rate is scaled linearly for others. None
+            uses `lr` for all.
         weight_decay: not applied to biases, norms, class token, position embedding and gates.
         decay_positions: apply weight decay to the positional vectors v_pos too, as the code
             released with the ConViT paper does. It pulls the locality strength towards 0.

@@ -165,7 +165,7 @@ class Recorder:
         train = "" if row["train_loss"] is None else f"training loss {row['train_loss']:.3f}, "
         top5 = f"top-5 {row['top5']:.2f}%, " if len(self._run.splits.classes) > 5 else ""
         self.log(
-            f"step {row['step']}, epoch {row['epoch']:.4g}: {train}top-1 {row['top1']:.2f}%, "
+            f"step {row['step']}, epoch {row['epoch']:.4g}: {train}validation top-1 {row['top1']:.2f}%, "
             f"{top5}loss {row['val_loss']:.3f} on {images} images, "
             f"{timing['images_per_second']:.0f} images/s"
         )
@@ -325,7 +325,7 @@ class ProgressBar:
     ) -> None:
         """Show the progress; a step takes `seconds`."""
         self._printed = time.monotonic()
-        figures = f"loss {loss:.3f}, top-1 {top1:.1f}%, {images_per_second:.0f} images/s"
+        figures = f"training loss {loss:.3f}, top-1 {top1:.1f}%, {images_per_second:.0f} images/s"
         if self._bar is not None:
             with self._ignoring_closed_terminal():
                 self._bar.total = self.total
