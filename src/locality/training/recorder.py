@@ -165,8 +165,8 @@ class Recorder:
         train = "" if row["train_loss"] is None else f"training loss {row['train_loss']:.3f}, "
         top5 = f"top-5 {row['top5']:.2f}%, " if len(self._run.splits.classes) > 5 else ""
         self.log(
-            f"step {row['step']}, epoch {row['epoch']:.4g}: {train}validation top-1 {row['top1']:.2f}%, "
-            f"{top5}loss {row['val_loss']:.3f} on {images} images, "
+            f"step {row['step']}, epoch {row['epoch']:.4g}: {train}"
+            f"validation top-1 {row['top1']:.2f}%, {top5}loss {row['val_loss']:.3f} on {images} images, "
             f"{timing['images_per_second']:.0f} images/s"
         )
         self._step_seconds.clear()
