@@ -166,7 +166,8 @@ class Recorder:
         top5 = f"top-5 {row['top5']:.2f}%, " if len(self._run.splits.classes) > 5 else ""
         self.log(
             f"step {row['step']}, epoch {row['epoch']:.4g}: {train}"
-            f"validation top-1 {row['top1']:.2f}%, {top5}loss {row['val_loss']:.3f} on {images} images, "
+            f"validation top-1 {row['top1']:.2f}%, {top5}"
+            f"loss {row['val_loss']:.3f} on {images} images, "
             f"{timing['images_per_second']:.0f} images/s"
         )
         self._step_seconds.clear()
