@@ -155,6 +155,19 @@ def test_a_given_length_keeps_the_choice_of_model_and_measures_nothing(tmp_path,
     assert [config.schedule.length for config in chosen] == [9, 2, 9000]
 
 
+def test_short_runs_on_small_photographs_do_not_mix_images(tmp_path):
+    root = given(photographs(tmp_path / "photos", 28))
+
+    def mixing(length, minutes=None):
+        augment = autofit("photos", root | length, minutes).config.augment
+        return augment.mixup, augment.cutmix
+
+    mixed = mixing({"schedule.steps": 2000})
+    assert min(mixed) > 0 and mixing({}, 10) == mixed
+    assert mixing({"schedule.steps": 200}) == (0, 0) == mixing({}, 0.1)
+    assert mixing({"schedule.steps": 200, "augment.mixup": 0.3}) == (0.3, 0)
+
+
 def test_the_fastest_number_of_threads_is_taken(tmp_path, monkeypatch):
     seconds = {0: 5e-3, 4: 3e-3, 2: 1e-3, 1: 2e-3}
     monkeypatch.setattr("torch.get_num_threads", lambda: 8)

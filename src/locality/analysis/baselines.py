@@ -206,8 +206,8 @@ def advice(what: str, top1: float, baselines: Mapping[str, float]) -> str:
     if not above:
         return ""
     return (
-        f"{what} ({top1:.1f}%) is below {' and '.join(above)} on the same pixels: train it longer, "
-        f"augment more (augment.affine, augment.mixup), or start from weights (locality finetune)"
+        f"{what} ({top1:.1f}%) is below {' and '.join(above)} on the same pixels: start from "
+        f"weights (locality finetune), train it longer, or without augment.mixup and augment.cutmix"
     )
 
 
