@@ -50,7 +50,7 @@ def position_rate(s: Scale) -> Table:
             cells[label][f"gate {n}"] = gate(lambda of, n=n: of.gates[n, -1])
             cells[label][f"left {n}"] = number(lambda of, n=n: of.growth[n])
         fall = gate(lambda of: fmean(of.gates[:, 0]) - fmean(of.gates[:, -1]))
-        asked[f"{label}: do gates fall?"] = fall.stated(GATES_FALL)
+        asked[f"With the rate of v_pos and λ {label}, do gates fall?"] = fall.stated(GATES_FALL)
     return Table(
         cells,
         columns,
