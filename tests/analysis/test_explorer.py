@@ -257,11 +257,15 @@ def test_axes_are_named_and_layers_summed_up(open_ready, file, subjects, images)
         for record in measure_model(subject.model, subject.prepare(images))["layers"]
     ]
     for (name, record), row in zip(layers, rows, strict=True):
-        far = record["nonlocality"]["mean"]
-        even = float(token_distances((4, 4)).mean())
-        expected = [np.mean(far), min(far), max(far), even]
+        far, gates = record["nonlocality"]["mean"], record.get("gates")
         assert row[0] == name
-        assert list(map(float, row[2:6])) == pytest.approx(expected, abs=0.006)
+        assert float(row[2]) == pytest.approx(np.mean(far), abs=0.006)
+        assert list(map(float, row[3].split())) == pytest.approx(far, abs=0.006)
+        assert (row[4] == "–") == (gates is None)
+        if gates is not None:
+            assert list(map(float, row[4].split())) == pytest.approx(gates, abs=0.006)
+    even = float(token_distances((4, 4)).mean())
+    assert f"uniform attention: {even:.2f}" in page.locator("#plots th").nth(2).inner_text()
 
 
 def test_controls_that_would_do_nothing_are_hidden(open_ready, subjects, images, tmp_path):
