@@ -17,7 +17,7 @@ from locality.training.processes import Collectives
 
 from .conftest import assert_same_run, tiny, train
 
-FROM_OUTSIDE = r"killed from outside \(SIGKILL\), .* memory .*the same command goes on"
+FROM_OUTSIDE = r"killed from outside \(SIGKILL\), .* memory .*the same command resumes"
 
 
 def kill_a_worker() -> None:
