@@ -302,9 +302,9 @@ function showCell(cell) {
   placeBox(cell.query, layer.grid, cellOf(layer));
   if (cell.label) {
     const gate = layer.gates && cell.head !== ROLLOUT && !commonGate(layer) ? ` · gate ${layer.gates[cell.head].toFixed(2)}` : "";
-    const even = attention && evennessOf(patches) ? ` · ${evennessOf(patches)}` : "";
-    const far = distance === null ? even : `${even} · distance ${(distance / layer.unit).toFixed(2)}`;
-    cell.label.textContent = `${cell.head === ROLLOUT ? "rollout, all layers" : `head ${cell.head + 1}`}${far}${gate}`;
+    const even = attention ? evennessOf(patches) : "";
+    const far = distance === null ? "" : ` · distance ${(distance / layer.unit).toFixed(2)}`;
+    cell.label.textContent = `${cell.head === ROLLOUT ? "rollout, all layers" : `head ${cell.head + 1}`}${even && ` · ${even}`}${far}${gate}`;
   }
 }
 
