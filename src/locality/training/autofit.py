@@ -226,10 +226,11 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
             if make_plan(adjusted(name, at(other)), images).images >= needed:
                 size, why = other, "the largest that can learn in a run of this length"
         own = at(size)
-        own = _unmixed(name, own, make_plan(adjusted(name, own), images).images) | own
+        off = _unmixed(name, own, make_plan(adjusted(name, own), images).images)
+        own |= off
         run = ResolvedRun(adjusted(name, own), splits)
         seen = run.plan.images / images
-        reasons = (about, *_chosen(run, why), *_mixing(run.config), _length(run.plan))
+        reasons = (about, *_chosen(run, why), *_augmented(off), _length(run.plan))
         return AutoFit(run.config, None, 0.0, seen, reasons, name, own)
 
     changes, run, cost = _measured_fastest(name, at(smallest), splits)
@@ -256,7 +257,8 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
         short = [_too_short(run, passes, minutes, math.ceil(enough))]
         if passes < 1:
             raise UserError(short[0])
-    changes = _unmixed(name, changes, passes * images) | dict(changes)
+    off = _unmixed(name, changes, passes * images)
+    changes = {**changes, **off}
     config, seconds = fit(name, changes, cost, remaining)
     threads = config.engine.threads
     by_workers = f" by each of {cost.workers} processes" if cost.workers else ""
@@ -267,7 +269,7 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
     reasons = (
         about,
         *_chosen(run, why),
-        *_mixing(config),
+        *_augmented(off),
         f"speed   {1 / cost.training:.3g} images/s: {1000 * cost.loading:.3g} ms to load one"
         f"{by_workers}, {1000 * cost.computing:.3g} ms to compute"
         + (f" with {threads} of {torch.get_num_threads()} threads" if threads else ""),
@@ -284,17 +286,17 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
     )
 
 
-def _unmixed(name: str, changes: Mapping[str, Any], seen: float) -> dict[str, Any]:
-    """No mixup and no cutmix, for small photographs of which so few are seen."""
-    mixed = name == "finetune" or seen >= _MIXED_IMAGES or not _small(adjusted(name, changes))
-    return {} if mixed else {"augment.mixup": 0.0, "augment.cutmix": 0.0}
+def _unmixed(name: str, changes: Mapping[str, Any], seen: float) -> dict[str, float]:
+    """Mixup and cutmix off, unless given, for small photographs of which so few are seen."""
+    if name == "finetune" or seen >= _MIXED_IMAGES or not _small(adjusted(name, changes)):
+        return {}
+    return {name: 0.0 for name in ("augment.mixup", "augment.cutmix") if name not in changes}
 
 
-def _mixing(config: RunConfig) -> list[str]:
-    """Whether the images are mixed, if that depends on the length."""
-    if not _small(config) or config.augment.mixup or config.augment.cutmix:
-        return []
-    return ["augment no mixup or cutmix: they cost short runs accuracy"]
+def _augmented(off: Mapping[str, float]) -> list[str]:
+    """What was turned off because the run is short, and why."""
+    names = " or ".join(name.removeprefix("augment.") for name in off)
+    return [f"augment no {names}, which would cost so short a run accuracy"] if off else []
 
 
 def _chosen(run: ResolvedRun, why: str) -> list[str]:
