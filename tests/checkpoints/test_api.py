@@ -332,3 +332,16 @@ def test_a_distillation_token_is_refused_by_name(tmp_path):
     torch.save(distilled.state_dict(), tmp_path / "weights.pth")
     with pytest.raises(UserError, match="distillation token"):
         locality.load(tmp_path / "weights.pth")
+
+
+@pytest.mark.parametrize("in_chans", [3, 1])
+def test_timms_state_dicts_open_with_the_preprocessing_of_their_variant(in_chans, tmp_path):
+    name, file = "vit_tiny_patch16_224", tmp_path / "weights.pth"
+    torch.save(timm.create_model(name, num_classes=4, in_chans=in_chans).state_dict(), file)
+    found = read(file, f"timm/{name}")
+    assert (found.config.num_classes, found.config.in_chans) == (4, in_chans)
+    data = timm.data.resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
+    assert (found.preprocessing is not None) == (in_chans == 3)
+    if found.preprocessing is not None:
+        assert (found.preprocessing.mean, found.preprocessing.std) == (data["mean"], data["std"])
+        assert found.preprocessing.crop_pct == data["crop_pct"]

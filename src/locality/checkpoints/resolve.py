@@ -102,14 +102,21 @@ def read(
     elif kind == "public":
         found = _from_public(name)
     elif kind == "timm":
-        found = _of_timm(*published(name))
+        config, state = published(name)
+        found = Checkpoint(config, state, name, _timm_preprocessing(config))
     else:
         found = _from_hub(name)
     if settings:
         with prefix_errors(what):
             config = override_config(found.config, settings)
             found = replace(found, config=config, name=identify(config)[0])
-    return found if variant is None else _check_variant(found, variant, what, settings)
+    if variant is None:
+        return found
+    # timm's statistics are for its own number of channels.
+    same = isinstance(like, factory.TimmConfig) and like.in_chans == found.config.in_chans
+    if same and found.preprocessing is None:
+        found = replace(found, preprocessing=_timm_preprocessing(like))
+    return _check_variant(found, variant, what, settings)
 
 
 def _from_run(folder: Path) -> Checkpoint:
@@ -283,15 +290,14 @@ def _from_timm_state(state: Mapping[str, Any], like: factory.TimmConfig) -> Chec
     ends: dict[str, Any] = {"num_classes": len(state.get(f"{like.classifier}.weight", ()))}
     if (stem := state.get(f"{like.stem}.weight")) is not None:
         ends["in_chans"] = stem.shape[1]
-    return _of_timm(replace(like, gpsa="", **ends), dict(state))
+    return Checkpoint(replace(like, gpsa="", **ends), dict(state))
 
 
-def _of_timm(config: factory.TimmConfig, state: dict[str, Tensor]) -> Checkpoint:
+def _timm_preprocessing(config: factory.TimmConfig) -> Preprocessing:
+    """The preprocessing that timm has for a model."""
     data = config.data_config()
-    prepared = Preprocessing(
-        data["input_size"][1:], **{key: data[key] for key in PREPROCESSING_KEYS}
-    )
-    return Checkpoint(config, state, PREFIX + config.name, prepared)
+    fields = {key: data[key] for key in PREPROCESSING_KEYS}
+    return Preprocessing(data["input_size"][1:], **fields)
 
 
 def _check_variant(
