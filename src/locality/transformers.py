@@ -226,8 +226,7 @@ def from_locality(
         held = Checkpoint.of(what, preprocessing, **options)
     else:
         held = read(what, **options)
-    size, channels = held.config.img_size, held.config.in_chans
-    prepared = default_preprocessing(held.preprocessing, size, channels)
+    prepared = default_preprocessing(held.preprocessing, held.config)
     config = LocalityConfig(**dataclasses.replace(held, preprocessing=prepared).describe())
     model = LocalityForImageClassification(config, held.build()).eval()
     return model, LocalityImageProcessor(**dataclasses.asdict(prepared))

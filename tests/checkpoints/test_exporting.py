@@ -103,7 +103,7 @@ def test_what_onnx_runtime_merely_notes_is_not_printed(exported, tmp_path, capfd
     onnx.save(graph, tmp_path / "noted.onnx")
     onnxruntime.InferenceSession(tmp_path / "noted.onnx", providers=["CPUExecutionProvider"])
     assert "unused" in capfd.readouterr().err
-    resolve.read_graph(tmp_path / "noted.onnx")
+    open_model(tmp_path / "noted.onnx")
     assert capfd.readouterr().err == ""
 
 
@@ -114,7 +114,7 @@ def test_a_graph_is_one_file_and_knows_its_classes_and_preprocessing(exported):
     assert opened.classes == tuple(CLASSES) and opened.preprocessing == Preprocessing(
         model.img_size, crop_pct=1.0
     )
-    assert opened.name == "model" and opened.model is None
+    assert opened.name == "model.onnx" and opened.model is None
 
 
 @pytest.mark.parametrize(

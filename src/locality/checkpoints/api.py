@@ -17,16 +17,21 @@ from timm.models._features import FeatureGetterNet
 from torch import Tensor
 
 from locality.checkpoints.adaptation import load_weights
-from locality.checkpoints.registry import WEIGHT_FILES, detect_kind, source
-from locality.checkpoints.resolve import graph_not_model, read, read_graph
-from locality.checkpoints.trial import INPUT, OUTPUT
+from locality.checkpoints.format import Checkpoint
+from locality.checkpoints.registry import FORMAT, WEIGHT_FILES, detect_kind, source
+from locality.checkpoints.resolve import graph_not_model, read
+from locality.checkpoints.trial import INPUT, OUTPUT, check_graph, session_of
 from locality.data.config import Preprocessing
 from locality.data.preprocessing import eval_transform, normalise
-from locality.errors import NonFiniteLogits, UserError, prefix_errors, wrap_errors
+from locality.errors import NonFiniteLogits, UserError, prefix_errors, require, wrap_errors
+from locality.files import open_file, parse_json
 from locality.models import factory
 from locality.models.base import ImageClassifier
 
 _log = logging.getLogger("locality")
+
+# The limit of Protocol Buffers.
+_MAX_GRAPH_BYTES = 2 << 30
 
 # Pillow's mode by channel count.
 MODES = {1: "L", 3: "RGB"}
@@ -66,7 +71,7 @@ class Classifier:
             UserError: if the channels of `preprocessing` and the model differ.
         """
         model = model.eval()
-        preprocessing = default_preprocessing(preprocessing, model.img_size, model.in_chans)
+        preprocessing = default_preprocessing(preprocessing, model.config)
         return cls(
             name or model.variant or type(model).__name__,
             torch.no_grad()(model),
@@ -151,18 +156,16 @@ class Classifier:
         return self.model
 
 
-def default_preprocessing(
-    given: Preprocessing | None, img_size: int | tuple[int, int], in_chans: int
-) -> Preprocessing:
-    """`given`, after checking its channels; ImageNet's preprocessing if None."""
-    if given is not None and len(given.mean) != in_chans:
+def default_preprocessing(given: Preprocessing | None, config: Any) -> Preprocessing:
+    """`given`, after checking its channels; if None, ImageNet's for the model of `config`."""
+    if given is None:
+        return Preprocessing.imagenet(config.img_size, config.in_chans)
+    if len(given.mean) != config.in_chans:
         raise UserError(
             f"the preprocessing has mean and std for {len(given.mean)} channels, but the model "
-            f"takes {in_chans}"
+            f"takes {config.in_chans}"
         )
-    if given is None:
-        return Preprocessing.imagenet(img_size, in_chans)
-    return given.with_default_size(img_size)
+    return given.with_default_size(config.img_size)
 
 
 def open_model(
@@ -215,7 +218,13 @@ def load(
 
 
 def _open_graph(path: Path) -> Classifier:
-    session, held, name = read_graph(path)
+    open_file(path, _MAX_GRAPH_BYTES).close()
+    require("running an ONNX graph", "locality[export]", "onnx", "onnxruntime")
+    check_graph(path)
+    session = session_of(path)
+    described = session.get_modelmeta().custom_metadata_map[FORMAT]
+    with prefix_errors(path):
+        held = Checkpoint.from_description(parse_json(described, "its description"), {})
 
     def logits(images: Tensor) -> Tensor:
         with wrap_errors(f"{path} cannot be run", Exception):
@@ -227,8 +236,8 @@ def _open_graph(path: Path) -> Classifier:
             )
         return found
 
-    prepared = default_preprocessing(held.preprocessing, held.config.img_size, held.config.in_chans)
-    return Classifier(name, logits, prepared, held.classes)
+    prepared = default_preprocessing(held.preprocessing, held.config)
+    return Classifier(path.name, logits, prepared, held.classes)
 
 
 def create_model(

@@ -21,7 +21,7 @@ from locality.errors import UserError, prefix_errors
 from locality.files import read_json
 from locality.models.config import CvTConfig, StageConfig
 from locality.models.factory import TimmConfig
-from locality.models.variants import VARIANTS
+from locality.models.variants import PREFIX, VARIANTS
 from locality.settings import from_dict
 
 PREPROCESSOR = "preprocessor_config.json"
@@ -89,31 +89,34 @@ def _timm(content: Mapping[str, Any]) -> Checkpoint:
     shape = {"num_classes?": int, "model_args?": dict, "pretrained_cfg?": dict, "global_pool?": str}
     checks.shaped("it", content, shape)
     name = content["architecture"].partition(".")[0]
-    data = {**(content.get("pretrained_cfg") or {})}
+    data = content.get("pretrained_cfg") or {}
     args = {"num_classes": content.get("num_classes"), **(content.get("model_args") or {})}
     args = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in args.items()
         if value is not None
     }
-    given = data.get("input_size")
-    if given is not None:
-        checks.shaped("input_size", given, [int])
-        args = {"img_size": tuple(given[1:]), "in_chans": given[0]} | args
-    fields = {key: data[key] for key in PREPROCESSING_KEYS if data.get(key) is not None}
-    if given is not None or fields:
-        fields["img_size"] = args["img_size"] if given is None else given[1:]
-        prepared: Preprocessing | None = from_dict(Preprocessing, fields)
-    else:
-        prepared = None
+    if data.get("input_size") is not None:
+        channels, *sides = data["input_size"]
+        args = {"img_size": tuple(sides), "in_chans": channels} | args
     if (config := _ours(name, args, content.get("global_pool"))) is None:
         if not timm.is_model(name):
             raise UserError(f"timm has no architecture '{name}'")
         config = TimmConfig.named(name).with_overrides(**args)
     labels = content.get("label_names") or data.get("label_names")
-    gated = getattr(config, "gpsa_layers", 0)
-    key_map = "timm" if isinstance(config, TimmConfig) else "convit" if gated else "deit"
-    return Checkpoint(config, {}, None, prepared, _names(labels, config.num_classes), key_map)
+    classes = _names(labels, config.num_classes)
+    title, key_map = None, "convit" if getattr(config, "gpsa_layers", 0) else "deit"
+    if isinstance(config, TimmConfig):
+        title, key_map = PREFIX + name, "timm"
+    return Checkpoint(config, {}, title, timm_preprocessing(data), classes, key_map)
+
+
+def timm_preprocessing(data: Mapping[str, Any]) -> Preprocessing | None:
+    """The preprocessing in timm's data configuration of a model, if any."""
+    fields = {key: data[key] for key in PREPROCESSING_KEYS if data.get(key) is not None}
+    if data.get("input_size") is not None:
+        fields["img_size"] = data["input_size"][1:]
+    return from_dict(Preprocessing, fields) if fields else None
 
 
 def _ours(name: str, args: Mapping[str, Any], pool: str | None) -> Any:

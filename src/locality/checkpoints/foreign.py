@@ -14,9 +14,9 @@ linear projections); transformers supports neither.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,8 +29,6 @@ from locality.models.config import CvTConfig, StageConfig, ViTConfig, token_grid
 # Head width assumed without gates, which would tell the number of heads: that of all published
 # DeiTs and CvTs, and of the ConViTs.
 _HEAD_DIM, _CONVIT_HEAD_DIM = 64, 48
-# Models in one state dict, for example a student and its teacher.
-_MOST_MODELS = 10
 
 _RENAMES = (
     (r"^patch_embed\.", "patch_embed.proj."),
@@ -55,7 +53,12 @@ def _heads(width: int, head_dim: int, settings: Mapping[str, Any]) -> int:
 class _ViT(KeyMap):
     """Base of both ViT key maps: gated blocks, if any, then plain ones."""
 
-    holds = ViTConfig
+    families = (ViTConfig,)
+    mark: ClassVar[str]
+    """The tensor that tells one ViT key map from the other."""
+
+    def matches(self, state: State) -> bool:
+        return super().matches(state) and self.mark in state
 
     def dropped(self, config: ViTConfig) -> dict[str, tuple[int, ...]]:
         # The softmax cancels the bias of `pos_proj`, which is the same for every key. If every
@@ -128,6 +131,8 @@ def _parts(name: str, config: ViTConfig) -> list[str]:
 
 
 class _ConViT(_ViT):
+    mark = "blocks.0.attn.gating_param"
+
     def unspecified(self, config: ViTConfig) -> dict[str, Any]:
         unspecified = {} if config.use_pos_embed else {"img_size": config.img_size}
         if not config.gpsa_layers:
@@ -158,6 +163,8 @@ class _ConViT(_ViT):
 
 
 class _DeiT(_ViT):
+    mark = "blocks.0.attn.qkv.weight"
+
     def accepted(self, config: ViTConfig) -> dict[str, tuple[Any, ...]]:
         return {
             "gpsa_layers": (0,),
@@ -167,20 +174,8 @@ class _DeiT(_ViT):
         }
 
 
-CONVIT = _ConViT(
-    "convit",
-    "ConViT's authors' and timm's",
-    marks=(".patch_embed.proj.", ".attn.gating_param."),
-    absent=(".stage0.",),
-    renames=_RENAMES,
-)
-DEIT = _DeiT(
-    "deit",
-    "DeiT's authors' and timm's",
-    marks=(".patch_embed.proj.", ".blocks.0.attn.qkv.", ".cls_token."),
-    absent=(".attn.gating_param.", ".stage0."),
-    renames=_RENAMES,
-)
+CONVIT = _ConViT("convit", "ConViT's authors' and timm's", _RENAMES)
+DEIT = _DeiT("deit", "DeiT's authors' and timm's", _RENAMES)
 
 
 @dataclass(frozen=True)
@@ -194,7 +189,7 @@ class _CvT(KeyMap):
     activations: tuple[str, ...] = ()
     projections: tuple[str, ...] = ()
 
-    holds = CvTConfig
+    families = (CvTConfig,)
 
     def infer(self, state: State, settings: Mapping[str, Any]) -> CvTConfig:
         """Assumes the paper's strides, padding and heads, which weights do not determine: heads of
@@ -298,7 +293,6 @@ class _Transformers(_CvT):
 MICROSOFT = _CvT(
     "cvt-microsoft",
     "Microsoft's CvT",
-    marks=(".stage0.patch_embed.", ".attn.proj_q."),
     renames=(
         (r"^stages\.", "stage"),
         (r"\bembed\.conv", "patch_embed.proj"),
@@ -314,7 +308,6 @@ _CONVOLVED = r"attention.attention.convolution_projection_\1.convolution_project
 TRANSFORMERS = _Transformers(
     "cvt-transformers",
     "transformers' CvT",
-    marks=(".cvt.encoder.stages.0.embedding.",),
     renames=(
         (r"^stages\.", "cvt.encoder.stages."),
         (r"^norm\.", "layernorm."),
@@ -338,58 +331,33 @@ TRANSFORMERS = _Transformers(
     projections=("conv",),
 )
 
+
+class _Timm(KeyMap):
+    """Other models of timm, whose configuration is always known."""
+
+    families = ()
+
+
+TIMM = _Timm("timm", "timm's", ((r"^model\.", ""),))
+
 KEY_MAPS = {row.name: row for row in (NATIVE, CONVIT, DEIT, MICROSOFT, TRANSFORMERS)}
 """All key maps by name."""
 
-
-_STEMS = {
-    row.rename(f"{config.stem}.weight")
-    for row in KEY_MAPS.values()
-    for config in (ViTConfig, CvTConfig)
-    if row.holds in (config, None)
-}
-
-
-def find_models(state: State, stems: Collection[str] = _STEMS) -> dict[str, dict[str, Tensor]]:
-    """The models in a state dict, by prefix.
-
-    Prefixes are those of wrappers (`module.`, `_orig_mod.`, `model.`, any attribute of a Lightning
-    module), found before the name of the first layer's weight.
-
-    Args:
-        state: the state dict.
-        stems: possible names of the first layer's weight.
-
-    Returns:
-        prefix, without its last dot → its tensors, without the prefix; the whole state dict under
-        "" if no model is found.
-    """
-    prefixes = {
-        name.removesuffix(stem)
-        for name in state
-        for stem in stems
-        if f".{name}".endswith(f".{stem}")
-    }
-    outermost: list[str] = []
-    for prefix in sorted(prefixes):  # sorted: longer prefixes follow those they begin with
-        if not outermost or not prefix.startswith(outermost[-1]):
-            outermost.append(prefix)
-    return {
-        prefix.rstrip("."): {
-            name.removeprefix(prefix): tensor
-            for name, tensor in state.items()
-            if name.startswith(prefix)
-        }
-        for prefix in (outermost or [""])[:_MOST_MODELS]
-    }
+STEMS = {stem for row in KEY_MAPS.values() for stem in row.stems}
+"""Names of the first layer's weight in all formats."""
 
 
 def detect_key_map(state: State) -> KeyMap:
     """The key map whose names these tensors have.
 
     Raises:
-        UserError: if none or several match.
+        UserError: if none or several match, or for a distilled DeiT.
     """
+    if "dist_token" in state:
+        raise UserError(
+            "these are weights of a distilled DeiT, whose distillation token no model here has; "
+            "open it as timm's model, such as timm/deit_tiny_distilled_patch16_224"
+        )
     found = [row for row in KEY_MAPS.values() if row.matches(state)]
     if len(found) == 1:
         return found[0]

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from locality import __version__, checks
 from locality.checkpoints.key_map import State, check_finite, check_keys, meta_state_dict
 from locality.checkpoints.registry import FORMAT, WEIGHTS
-from locality.checkpoints.safe_load import read_safetensors
 from locality.data.config import Preprocessing
-from locality.errors import UserError, lookup, prefix_errors
-from locality.files import parse_json, read_text, write_atomic
+from locality.errors import UserError, lookup
+from locality.files import write_atomic
 from locality.models.base import ImageClassifier
 from locality.models.config import CvTConfig, ViTConfig
 from locality.models.factory import TimmConfig, build
@@ -256,29 +255,3 @@ def contiguous_copies(state: State) -> dict[str, Tensor]:
     """Contiguous copies of the tensors, which share no memory (required by safetensors)."""
     form = torch.contiguous_format
     return {name: tensor.clone(memory_format=form) for name, tensor in state.items()}
-
-
-def read_folder(folder: Path) -> Checkpoint:
-    """The checkpoint in a folder; `build` checks its weights against its description.
-
-    Raises:
-        FileNotFoundError: if the weights or the description are missing.
-        UserError: if a file is damaged, naming it.
-    """
-    for name in (CONFIG, WEIGHTS):
-        if not (folder / name).exists():
-            raise FileNotFoundError(f"{folder} has no {name}; it is not a saved model")
-    description = read_text(folder / CONFIG)
-    state, _ = read_safetensors(folder / WEIGHTS)
-    state = {name.removeprefix(f"{WRAPPER}."): tensor for name, tensor in state.items()}
-    return parse_description(description, state, folder / CONFIG)
-
-
-def parse_description(text: str, state: dict[str, Tensor], path: Path) -> Checkpoint:
-    """The checkpoint of weights and their JSON description, read from the file at `path`.
-
-    Raises:
-        UserError: as in `Checkpoint.from_description`, or for invalid JSON; naming `path`.
-    """
-    with prefix_errors(path):
-        return Checkpoint.from_description(parse_json(text, "its description"), state)

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,16 +33,13 @@ def meta_state_dict(config: Any) -> dict[str, Tensor]:
         return build(config).state_dict()
 
 
-def check_keys(
-    given: State, expected: State, owner: str, dropped: Collection[str] = frozenset()
-) -> None:
+def check_keys(given: State, expected: State, owner: str) -> None:
     """Check the names and shapes of a state dict.
 
     Args:
         given: the state dict to check.
         expected: the required names, with their shapes and whether they are floating-point.
         owner: whose names these are, for the message.
-        dropped: optional names, which the conversion ignores.
 
     Raises:
         UserError: naming missing and unknown tensors, and those of another shape or dtype.
@@ -57,8 +54,8 @@ def check_keys(
         elif tensor.is_floating_point() != wanted.is_floating_point():
             wrong.append(f"{name} holds {tensor.dtype} instead of {wanted.dtype}")
     faults = {
-        "missing": [name for name in expected if name not in given and name not in dropped],
-        "unknown": [name for name in given if name not in expected and name not in dropped],
+        "missing": [name for name in expected if name not in given],
+        "unknown": [name for name in given if name not in expected],
         "of another shape": wrong,
     }
     if any(faults.values()):
@@ -111,20 +108,25 @@ class KeyMap:
     Attributes:
         name: the format name for `convert`.
         title: owner of the format, for messages.
-        marks: parts of tensor names that identify this format; all must occur.
-        absent: parts that must not occur.
         renames: replacements that turn a native name into this format's, in order, as (pattern,
             by).
     """
 
     name: str
     title: str
-    marks: tuple[str, ...]
-    absent: tuple[str, ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
 
-    holds: ClassVar[Any] = None
-    """Configuration class of the models the format holds; None for all."""
+    families: ClassVar[tuple[Any, ...]] = (ViTConfig, CvTConfig)
+    """Configuration classes of the models that the format holds."""
+
+    @property
+    def stems(self) -> dict[str, Any]:
+        """Name of the first layer's weight in this format → family."""
+        return {self.rename(f"{family.stem}.weight"): family for family in self.families}
+
+    def matches(self, state: State) -> bool:
+        """Whether the tensor names are in this format."""
+        return not self.stems.keys().isdisjoint(state)
 
     def infer(self, state: State, settings: Mapping[str, Any]) -> Any:
         """Infer the architecture of weights from their names and shapes.
@@ -210,8 +212,10 @@ class KeyMap:
             UserError: if a name is missing or unknown, or a shape differs from `config`'s.
         """
         blank = meta_state_dict(config)
-        expected, dropped = self._foreign_state(blank, config), self.dropped(config)
-        check_keys(state, expected, self.title, dropped)
+        expected = self._foreign_state(blank, config)
+        for name in self.dropped(config).keys() - state.keys():
+            del expected[name]
+        check_keys(state, expected, self.title)
         return {name: self.read(name, state, config) for name in blank}
 
     def from_native(self, state: State, config: Any) -> dict[str, Tensor]:
@@ -220,11 +224,8 @@ class KeyMap:
         Raises:
             UserError: if the format cannot hold the model, or `state` does not fit `config`.
         """
-        if self.holds and not isinstance(config, self.holds):
-            raise UserError(
-                f"the format '{self.name}' is for {self.holds.title}, and this model is "
-                f"{config.title}"
-            )
+        if not isinstance(config, self.families):
+            raise UserError(f"the format '{self.name}' does not hold {config.title}")
         self.require(config)
         check_keys(state, meta_state_dict(config), NATIVE.title)
         return self._foreign_state(state, config)
@@ -235,15 +236,6 @@ class KeyMap:
             theirs |= self.write(name, tensor, config)
         zeros = next(iter(state.values())).new_zeros
         return theirs | {name: zeros(shape) for name, shape in self.dropped(config).items()}
-
-    def matches(self, state: State) -> bool:
-        """Whether the tensor names are in this format."""
-
-        def has(mark: str) -> bool:
-            # Dots at both ends let a mark match the beginning or end of a name.
-            return any(mark in f".{name}." for name in state)
-
-        return all(map(has, self.marks)) and not any(map(has, self.absent))
 
     def configuration(
         self, state: State, like: Any = None, settings: Mapping[str, Any] = {}
@@ -258,16 +250,16 @@ class KeyMap:
         Raises:
             UserError: if it cannot be inferred, or `like` is of another family.
         """
-        # Native weights hold any family; their names tell which.
-        cvt = any(name.startswith("stages.") for name in state)
-        check_config_class(self.holds or (CvTConfig if cvt else ViTConfig), like)
+        for stem, family in self.stems.items():
+            if stem in state:
+                check_config_class(family, like)
         found = self.infer(state, settings) if like is None else self._like(state, like)
         return override_config(found, settings)
 
     def _like(self, state: State, like: Any) -> Any:
         """`like`, with the classes, channels and image size of the weights."""
-        ends: dict[str, Any] = {"num_classes": self.classes(state)}
-        stem = self.rename(f"{like.stem}.weight")
+        classifier, stem = (self.rename(f"{name}.weight") for name in (like.classifier, like.stem))
+        ends: dict[str, Any] = {"num_classes": len(state.get(classifier, ()))}
         if stem in state:
             ends["in_chans"] = state[stem].shape[1]
         if isinstance(like, ViTConfig) and "pos_embed" in state:
@@ -295,12 +287,7 @@ class KeyMap:
         return state[self.rename(name)]
 
 
-NATIVE = KeyMap(
-    "locality",
-    "locality's",
-    marks=(".norm1.", ".attn."),
-    absent=(".patch_embed.proj.", ".stage0.", ".cvt."),
-)
+NATIVE = KeyMap("locality", "locality's")
 
 
 def infer_img_size(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,23 +18,12 @@ from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from torch import Tensor
 
-from locality.checkpoints.beside import PREPROCESSING_KEYS, read_described
-from locality.checkpoints.foreign import KEY_MAPS, detect_key_map, find_models
-from locality.checkpoints.format import (
-    CARD,
-    CONFIG,
-    FORMAT,
-    Checkpoint,
-    parse_description,
-    read_folder,
-)
-from locality.checkpoints.key_map import (
-    check_keys,
-    format_settings,
-    meta_state_dict,
-    override_config,
-)
+from locality.checkpoints.beside import PREPROCESSOR, read_described, timm_preprocessing
+from locality.checkpoints.foreign import KEY_MAPS, STEMS, TIMM, detect_key_map
+from locality.checkpoints.format import CARD, CONFIG, WRAPPER, Checkpoint
+from locality.checkpoints.key_map import State, format_settings, override_config
 from locality.checkpoints.registry import (
+    FORMAT,
     HUB_FILES,
     WEIGHT_FILES,
     WEIGHT_SUFFIXES,
@@ -49,20 +38,16 @@ from locality.checkpoints.registry import (
 )
 from locality.checkpoints.run_state import load_best_state
 from locality.checkpoints.safe_load import read_state, several_entries
-from locality.checkpoints.trial import check_graph, session_of
 from locality.data.config import Preprocessing
-from locality.errors import UserError, prefix_errors, require, some, wrap_errors
-from locality.files import open_file, read_json
+from locality.errors import UserError, prefix_errors, some, wrap_errors
+from locality.files import parse_json, read_json
 from locality.models import factory
 from locality.models.config import signature_diff
-from locality.models.factory import offline_unless_reachable, published
-from locality.models.variants import PREFIX, identify
+from locality.models.factory import TimmConfig, offline_unless_reachable, published
+from locality.models.variants import identify
 from locality.settings import from_dict
 
 _log = logging.getLogger("locality")
-
-# The limit of Protocol Buffers.
-_MAX_GRAPH_BYTES = 2 << 30
 
 
 def read(
@@ -92,7 +77,7 @@ def read(
     kind = detect_kind(what, entry)
     path, name = Path(what), str(what)
     if kind == "graph":
-        raise graph_not_model(read_graph(path)[2])
+        raise graph_not_model(path.name)
     like = like if variant is None else factory.named(variant, {})
     settings = settings or {}
     if kind == "run":
@@ -103,7 +88,7 @@ def read(
         found = _from_public(name)
     elif kind == "timm":
         config, state = published(name)
-        found = Checkpoint(config, state, name, _timm_preprocessing(config))
+        found = Checkpoint(config, state, name, timm_preprocessing(config.data_config()))
     else:
         found = _from_hub(name)
     if settings:
@@ -112,11 +97,12 @@ def read(
             found = replace(found, config=config, name=identify(config)[0])
     if variant is None:
         return found
+    _check_variant(found.config, like, variant, what, settings)
     # timm's statistics are for its own number of channels.
-    same = isinstance(like, factory.TimmConfig) and like.in_chans == found.config.in_chans
+    same = isinstance(like, TimmConfig) and like.in_chans == found.config.in_chans
     if same and found.preprocessing is None:
-        found = replace(found, preprocessing=_timm_preprocessing(like))
-    return _check_variant(found, variant, what, settings)
+        found = replace(found, preprocessing=timm_preprocessing(like.data_config()))
+    return found if settings else replace(found, name=variant)
 
 
 def _from_run(folder: Path) -> Checkpoint:
@@ -152,92 +138,93 @@ def _from_weights(
         path, like, entry, settings: as in `read`.
         alone: ignore a config.json in the folder.
     """
-    folder = path.parent if path.name in WEIGHT_FILES else path
-    description, described = folder / CONFIG, None
-    if description.exists() and not alone:
+    if path.is_dir():
+        files = (path / name for name in WEIGHT_FILES)
+        path = next((file for file in files if file.exists()), path / WEIGHTS)
+    description, content, described = path.with_name(CONFIG), {}, None
+    if path.name in WEIGHT_FILES and description.exists() and not alone:
         content = read_json(description)
-        if content.get("format") == FORMAT:
-            check_no_entry(path, entry)
-            return read_folder(folder)
+    own = content.get("format") == FORMAT
+    if content and not own:
         with prefix_errors(description), wrap_errors("it is damaged", Exception):
-            described = read_described(folder, content)
+            described = read_described(path.parent, content)
         if described is None:
             _log.warning(f"{description} is ignored: it is not of locality, timm or transformers")
-    if path.is_dir():
-        path = next(path / file for file in WEIGHT_FILES if (path / file).exists())
     state, metadata = read_state(path, entry)
-    if FORMAT in metadata:
+    if own or FORMAT in metadata:
         check_no_entry(path, entry)
-        return parse_description(metadata[FORMAT], state, path)
-    state = _unwrap(state, path, like if described is None else described.config)
+        state = {name.removeprefix(f"{WRAPPER}."): tensor for name, tensor in state.items()}
+        with prefix_errors(description if own else path):
+            if not own:
+                content = parse_json(metadata[FORMAT], "its description")
+            return Checkpoint.from_description(content, state)
+    model = like if described is None else described.config
+    known = TIMM if isinstance(model, TimmConfig) else None
+    state = _unwrap(state, path, {known.rename(f"{model.stem}.weight")} if known else STEMS)
     if described is not None:
-        return _as_described(described, state, path, settings)
-    if isinstance(like, factory.TimmConfig):
-        return _from_timm_state(state, like)
+        with prefix_errors(f"{path}, with the model of its {CONFIG}"):
+            config = override_config(model, settings)
+            state = (known or KEY_MAPS[described.key_map]).to_native(state, config)
+        name, config = identify(config)
+        return replace(described, config=config, state=state, name=name or described.name)
     shapes = "its tensors have the names of a model, but other shapes"
     wrong = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
     with prefix_errors(path), wrap_errors(shapes, *wrong):
-        key_map = detect_key_map(state)
-        if "dist_token" in state:
-            raise UserError(
-                "these are weights of a distilled DeiT, whose distillation token no model here "
-                "has; open it as timm's model, such as timm/deit_tiny_distilled_patch16_224"
-            )
+        key_map = known or detect_key_map(state)
         config = key_map.configuration(state, like, settings)
         name, config = identify(config) if like is None else (None, config)
-        ours = key_map.to_native(state, config)
-    assumed = {
-        setting: value
-        for setting, value in key_map.unspecified(config).items()
-        if like is None and setting not in settings
-    }
-    code = key_map.accepted(config).get("activation", ())
-    if like is not None and not alone and code and config.activation not in code:
-        _log.warning(
-            f"{path} has the tensor names of {key_map.title}, whose code computes "
-            f"activation={code[0]!r}; the model keeps its own, {config.activation!r}"
-        )
-    if assumed:
-        _log.warning(
-            f"{path} does not specify all settings; assuming {format_settings(assumed)}. "
-            f"Override with --set NAME=VALUE, or settings={{...}} in Python"
-        )
-    return Checkpoint(config, ours, name, key_map=key_map.name, described=False)
+        state = key_map.to_native(state, config)
+    if like is None:
+        unspecified = key_map.unspecified(config)
+        assumed = {key: value for key, value in unspecified.items() if key not in settings}
+        if assumed:
+            _log.warning(
+                f"{path} does not specify all settings; assuming {format_settings(assumed)}. "
+                f"Override with --set NAME=VALUE, or settings={{...}} in Python"
+            )
+    elif not alone:
+        code = key_map.accepted(config).get("activation", ())
+        if code and config.activation not in code:
+            _log.warning(
+                f"{path} has the tensor names of {key_map.title}, whose code computes "
+                f"activation={code[0]!r}; the model keeps its own, {config.activation!r}"
+            )
+    return Checkpoint(config, state, name, key_map=key_map.name, described=False)
 
 
-def _as_described(
-    described: Checkpoint, state: dict[str, Tensor], path: Path, settings: Mapping[str, Any]
-) -> Checkpoint:
-    """The weights of timm or transformers, with the model of their config.json.
+def _unwrap(state: State, path: Path, stems: Collection[str]) -> dict[str, Tensor]:
+    """The tensors of the only model in a state dict, without a wrapper's prefix.
+
+    Prefixes are those of wrappers (`module.`, `_orig_mod.`, `model.`, any attribute of a Lightning
+    module), found before the name of the first layer's weight.
+
+    Args:
+        state: the state dict.
+        path: its file, for messages.
+        stems: possible names of the first layer's weight.
 
     Raises:
-        UserError: if they do not fit this model.
+        UserError: if there are several models, for example a student and its teacher.
     """
-    with prefix_errors(f"{path}, with the model of its {CONFIG}"):
-        config = override_config(described.config, settings) if settings else described.config
-        if isinstance(config, factory.TimmConfig):
-            name: str | None = PREFIX + config.name
-            ours = {f"model.{key}": tensor for key, tensor in state.items()}
-            check_keys(ours, meta_state_dict(config), "timm's")
-        else:
-            ours = KEY_MAPS[described.key_map].to_native(state, config)
-            name, config = identify(config)
-        return replace(described, config=config, state=ours, name=name)
-
-
-def _unwrap(state: dict[str, Tensor], path: Path, like: Any) -> dict[str, Tensor]:
-    """The tensors of the only model in a state dict, without a wrapper's prefix."""
-    if isinstance(like, factory.TimmConfig):
-        models = find_models(state, [f"{like.stem}.weight".removeprefix("model.")])
-    else:
-        models = find_models(state)
-    if len(models) > 1:
-        raise several_entries(path, models)
-    ((prefix, model),) = models.items()
-    if len(model) < len(state):
-        others = [name for name in state if not name.startswith(f"{prefix}.")]
-        _log.warning(f"{path}: tensors outside {prefix} are ignored: {some(others, quote='')}")
-    return model
+    prefixes = {
+        name.removesuffix(stem)
+        for name in state
+        for stem in stems
+        if f".{name}".endswith(f".{stem}")
+    }
+    outermost = [
+        prefix
+        for prefix in sorted(prefixes)
+        if not any(prefix.startswith(other) for other in prefixes - {prefix})
+    ]
+    if len(outermost) > 1:
+        raise several_entries(path, [prefix.rstrip(".") for prefix in outermost])
+    prefix = "".join(outermost)
+    others = [name for name in state if not name.startswith(prefix)]
+    if others:
+        _log.warning(f"{path}: tensors outside {prefix[:-1]} are ignored: {some(others, quote='')}")
+    inside = state.keys() - others
+    return {name.removeprefix(prefix): state[name] for name in state if name in inside}
 
 
 def _from_public(name: str) -> Checkpoint:
@@ -284,61 +271,28 @@ def locate_weights(row: Source) -> Path:
     ) from causes[0]
 
 
-def _from_timm_state(state: Mapping[str, Any], like: factory.TimmConfig) -> Checkpoint:
-    """The checkpoint of a timm state dict for the model `like`."""
-    state = {f"model.{name.removeprefix('model.')}": tensor for name, tensor in state.items()}
-    ends: dict[str, Any] = {"num_classes": len(state.get(f"{like.classifier}.weight", ()))}
-    if (stem := state.get(f"{like.stem}.weight")) is not None:
-        ends["in_chans"] = stem.shape[1]
-    return Checkpoint(replace(like, gpsa="", **ends), dict(state))
-
-
-def _timm_preprocessing(config: factory.TimmConfig) -> Preprocessing:
-    """The preprocessing that timm has for a model."""
-    data = config.data_config()
-    fields = {key: data[key] for key in PREPROCESSING_KEYS}
-    return Preprocessing(data["input_size"][1:], **fields)
-
-
 def _check_variant(
-    checkpoint: Checkpoint, model: str, what: Path | str, settings: Mapping[str, Any]
-) -> Checkpoint:
-    """The checkpoint with the name `model`, if it has that architecture."""
-    config = factory.named(model, {})
-    if type(config) is not type(checkpoint.config):
-        raise UserError(f"{what} does not hold {model}, but a model of another family")
-    if differing := signature_diff(checkpoint.config, override_config(config, settings)):
-        held = identify(checkpoint.config)[0]
+    found: Any, like: Any, variant: str, what: Path | str, settings: Mapping[str, Any]
+) -> None:
+    """Check that weights of configuration `found` are those of a `variant`, configured `like`."""
+    if type(like) is not type(found):
+        raise UserError(f"{what} does not hold {variant}, but a model of another family")
+    if differing := signature_diff(found, override_config(like, settings)):
         fields = ", ".join(f"{name}={theirs!r}" for name, (theirs, _) in differing.items())
-        raise UserError(f"{what} holds {held or f'a model with {fields}'}, not {model}")
-    return replace(checkpoint, name=identify(checkpoint.config)[0] if settings else model)
+        held = identify(found)[0] or f"a model with {fields}"
+        raise UserError(f"{what} holds {held}, not {variant}")
 
 
 def _from_hub(name: str) -> Checkpoint:
     try:
         with offline_unless_reachable():
-            folder = snapshot_download(name, allow_patterns=[WEIGHTS, CONFIG, CARD])
-        return read_folder(Path(folder))
+            folder = snapshot_download(name, allow_patterns=[WEIGHTS, CONFIG, PREPROCESSOR, CARD])
+        return _from_weights(Path(folder), None, None, {})
     except OSError as error:
         raise FileNotFoundError(
             f"file or folder {name} does not exist, and no model could be downloaded from "
             f"https://huggingface.co/{name}: {str(error).splitlines()[0]}"
         ) from error
-
-
-def read_graph(path: Path) -> tuple[Any, Checkpoint, str]:
-    """A session of an ONNX graph, its description as a checkpoint without weights, and its name.
-
-    Raises:
-        UserError: if it was not exported by this library, or ONNX Runtime is not installed.
-    """
-    open_file(path, _MAX_GRAPH_BYTES).close()
-    require("running an ONNX graph", "locality[export]", "onnx", "onnxruntime")
-    check_graph(path)
-    session = session_of(path)
-    described = session.get_modelmeta().custom_metadata_map[FORMAT]
-    held = parse_description(described, {}, path)
-    return session, held, held.name or path.stem
 
 
 def graph_not_model(graph: str) -> UserError:
