@@ -101,14 +101,12 @@ def read_safetensors(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str
     """
     with open_file(path) as opened:
         length = int.from_bytes(opened.read(8), "little")
-        if length > _MAX_HEADER_BYTES:
-            raise UserError(f"{path} is damaged: its header claims {length:,} bytes")
-        header = opened.read(length)
+        header = opened.read(min(length, _MAX_HEADER_BYTES))
     # The header is JSON with one object per tensor.
-    if header.count(b"{") > _MAX_TENSORS:
+    if length > _MAX_HEADER_BYTES or header.count(b"{") > _MAX_TENSORS:
         raise UserError(
-            f"{path} was refused: it has more than {_MAX_TENSORS:,} tensors, more than any model "
-            f"needs"
+            f"{path} was refused: its header is of more than {_MAX_HEADER_BYTES:,} bytes or "
+            f"{_MAX_TENSORS:,} tensors, more than any model needs"
         )
     damaged = f"{path} is damaged or truncated"
     with wrap_errors(damaged, Exception), safe_open(str(path), framework="pt") as file:
@@ -157,7 +155,7 @@ def unpickle(file: IO[bytes], path: Path | str) -> Any:
             memory than its size.
     """
     start = file.tell()
-    names = _scan_pickle(file, path)
+    _scan_pickle(file, path)
     file.seek(start)
     try:
         with torch.serialization.safe_globals([*ALLOWED_CLASSES]):
@@ -170,7 +168,7 @@ def unpickle(file: IO[bytes], path: Path | str) -> Any:
             what = "was refused: it is a pickle, but not of PyTorch weights"
         elif "TorchScript" in str(error):
             what = "is a TorchScript program, not weights; save the model's state_dict instead"
-        elif names & {"models/model.json", "serialized_exported_program.json"}:
+        elif Path(path).suffix == ".pt2":
             what = "is a torch.export program, not weights; run it with torch.export.load"
         else:
             what = f"is damaged or truncated: {one_line(error)}"
@@ -184,9 +182,9 @@ def _unsafe_global(path: Path | str, name: str) -> UserError:
     )
 
 
-def _scan_pickle(file: IO[bytes], path: Path | str) -> set[str]:
-    """Check that a pickle takes little time and memory; returns an archive's entry names."""
-    program, names = file.read(_MAX_PICKLE_BYTES), set[str]()
+def _scan_pickle(file: IO[bytes], path: Path | str) -> None:
+    """Check that a pickle takes little time and memory."""
+    program = file.read(_MAX_PICKLE_BYTES)
     if program.startswith(b"PK\x03\x04"):
         size, held = file.seek(0, io.SEEK_END), 0
         try:
@@ -194,11 +192,10 @@ def _scan_pickle(file: IO[bytes], path: Path | str) -> set[str]:
                 entries = [(e.filename.partition("/")[2], e) for e in archive.infolist()]
                 # TorchScript's code is compressed; it gets a better message below.
                 held = sum(e.file_size for name, e in entries if not name.startswith("code/"))
-                names = {name for name, _ in entries}
                 pickles = [e for name, e in entries if name == "data.pkl" and held <= size]
                 program = b"".join(map(archive.read, pickles))
         except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError):
-            return names  # torch reads archives differently, and reports the error
+            return  # torch reads archives differently, and reports the error
         if held > size:
             raise UserError(
                 f"{path} was refused: its entries are larger than the file itself, but weights "
@@ -208,25 +205,19 @@ def _scan_pickle(file: IO[bytes], path: Path | str) -> set[str]:
     with wrap_errors(f"{path} is damaged", IndexError, KeyError):
         for count, (code, argument, _) in enumerate(_opcodes(stream)):
             tuples += code.name.startswith("TUPLE")
-            if count >= _MAX_OPCODES or tuples > _MAX_TUPLES:
-                raise UserError(
-                    f"{path} was refused: it is a pickle of more than {_MAX_OPCODES:,} "
-                    f"operations, more than any model's weights need"
-                )
             if code.name == "GLOBAL" and str(argument).rpartition(" ")[2].endswith(_UNSAFE_GLOBALS):
                 raise _unsafe_global(path, str(argument).replace(" ", "."))
             machine.step(code, argument)
-            if machine.hashed > _MAX_HASHED:
+            if count >= _MAX_OPCODES or tuples > _MAX_TUPLES or machine.hashed > _MAX_HASHED:
                 raise UserError(
-                    f"{path} was refused: it is a pickle with more than {_MAX_HASHED:,} keys that "
-                    f"are not text, more than any model's weights have"
+                    f"{path} was refused: it is a pickle of more than {_MAX_OPCODES:,} operations "
+                    f"or {_MAX_HASHED:,} keys that are not text, more than any model's weights need"
                 )
     if stream.tell() == _MAX_PICKLE_BYTES:
         raise UserError(
             f"{path} was refused: it is a pickle of more than {_MAX_PICKLE_BYTES:,} bytes "
             f"besides its tensors"
         )
-    return names
 
 
 class _Machine:
@@ -251,35 +242,33 @@ class _Machine:
         if name == "MARK":
             self._frames.append(self._stack)
             self._stack = []
+            return
+        if name.endswith("PUT"):
+            self._memo[argument] = self._stack[-1]
+            return
+        if pickletools.markobject in before:
+            items, self._stack = self._stack, self._frames.pop()
+        else:
+            fills = name in ("APPEND", "SETITEM")  # the container stays on the stack
+            items = [self._stack.pop() for _ in before[fills:]][::-1]
+        inside = sum(item[0] for item in items)
+        if name.startswith("SETITEM"):
+            self.hashed += sum(key[0] for key in items[::2])
+        elif name.startswith("APPEND"):
+            self._stack[-1][0] += inside
+        elif name.startswith("TUPLE"):
+            self._stack.append([1 + inside])
         elif name.endswith("GET"):
             self._stack.append(self._memo[argument])
-        elif name.endswith("PUT"):
-            self._memo[argument] = self._stack[-1]
-        elif name.startswith(("APPEND", "SETITEM")):
-            several = pickletools.markobject in before
-            items = self._stack if several else self._stack[1 - len(before) :]
-            self._stack = self._frames.pop() if several else self._stack[: 1 - len(before)]
-            if name.startswith("SETITEM"):
-                self.hashed += sum(key[0] for key in items[::2])
-            else:
-                self._stack[-1][0] += sum(item[0] for item in items)
-        elif name == "TUPLE":
-            items, self._stack = self._stack, self._frames.pop()
-            self._stack.append([1 + sum(item[0] for item in items)])
+        elif name == "GLOBAL":
+            self._stack.append([1, argument.rpartition(" ")[2]])
         else:
-            taken = [self._stack.pop() for _ in before]
-            inside = sum(item[0] for item in taken)
-            if name in ("REDUCE", "NEWOBJ") and taken[1][-1] in _HASHING:
-                self.hashed += taken[0][0]
+            if name in ("REDUCE", "NEWOBJ") and items[0][-1] in _HASHING:
+                self.hashed += items[1][0]
             elif name == "BINPERSID":  # a tuple with a storage's class and size, and its key
                 self.hashed += max(0, inside - 4)
-            if name.startswith("TUPLE"):
-                self._stack.append([1 + inside])
-            elif name == "GLOBAL":
-                self._stack.append([1, argument.rpartition(" ")[2]])
-            else:
-                text = name.startswith("EMPTY") or "STRING" in name or "UNICODE" in name
-                self._stack += [[int(not text)] for _ in code.stack_after]
+            text = name.startswith("EMPTY") or "STRING" in name or "UNICODE" in name
+            self._stack += [[int(not text)] for _ in code.stack_after]
 
 
 def _opcodes(stream: IO[bytes]) -> Iterator[tuple[pickletools.OpcodeInfo, Any, int | None]]:
@@ -313,18 +302,16 @@ def _select_state_dict(content: Any, entry: str | None, path: Path) -> dict[str,
     """The selected, or only, state dict in a file's content."""
     if not isinstance(content, Mapping):
         raise UserError(f"{path} holds a {type(content).__name__}, not a state dict")
-    if not content:
-        raise UserError(f"{path} holds no tensors")
-    found = {str(name): value for name, value in content.items() if _is_state_dict(value)}
     if _is_state_dict(content):
         found = {"": content}
-    elif not found:
-        raise UserError(
-            f"{path} holds no state dict; its entries are: {some(map(str, content), quote='')}"
-        )
+    else:
+        found = {str(name): value for name, value in content.items() if _is_state_dict(value)}
+    if not found:
+        entries = some(map(str, content), quote="") or "none"
+        raise UserError(f"{path} holds no state dict; its entries are: {entries}")
     if entry is None and len(found) > 1:
         raise several_entries(path, found)
-    chosen = found[entry] if entry in found else next(iter(found.values()))
+    chosen = found.get(entry or "", next(iter(found.values())))
     state = {str(name): tensor for name, tensor in chosen.items()}
     if entry is None or entry in found:
         return state
@@ -342,8 +329,8 @@ def _select_state_dict(content: Any, entry: str | None, path: Path) -> dict[str,
 def several_entries(path: Path, entries: Iterable[str]) -> UserError:
     """The error for a file with several state dicts and no `entry`."""
     return UserError(
-        f"{path} holds several state dicts ({', '.join(entries)}); choose one with --entry NAME "
-        f"(entry= in Python)"
+        f"{path} holds several state dicts ({some(entries, 10, quote='')}); choose one with "
+        f"--entry NAME (entry= in Python)"
     )
 
 
