@@ -121,7 +121,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     with open_file(path) as file:
         header = file.read(_HEADER_BYTES)
         if header != _expected_header(file):
-            raise DamagedCheckpoint(_damage(path, header, file.tell() - _HEADER_BYTES))
+            raise DamagedCheckpoint(
+                f"checkpoint {path} is damaged: its content does not match its checksum"
+            )
         file.seek(_HEADER_BYTES)
         try:
             state = unpack(unpickle(file, path))
@@ -141,15 +143,6 @@ def _expected_header(file: IO[bytes]) -> bytes:
     file.seek(_HEADER_BYTES)
     digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
     return f"{_MAGIC} {digest} {file.tell() - _HEADER_BYTES:020d}\n".encode()
-
-
-def _damage(path: Path, header: bytes, size: int) -> str:
-    words = header.split()
-    if len(header) == _HEADER_BYTES and words[-1:] and words[-1].isdigit():
-        written = int(words[-1])
-        if size < written:
-            return f"checkpoint {path} is truncated: {size} of {written} bytes"
-    return f"checkpoint {path} is damaged: its content does not match its checksum"
 
 
 def _newest_valid(
