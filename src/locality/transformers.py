@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from locality.checkpoints.api import Classifier, default_preprocessing
+from locality.checkpoints.beside import class_names
 from locality.checkpoints.format import FORMAT, FORMAT_VERSION, WRAPPER, Checkpoint
 from locality.checkpoints.resolve import read
 from locality.data.config import Preprocessing
@@ -86,11 +87,11 @@ class LocalityConfig(PreTrainedConfig):
 
     def checkpoint(self) -> Checkpoint:
         """The checkpoint of this configuration, without weights."""
-        labels = [str(label) for _, label in sorted((self.id2label or {}).items())]
-        unnamed = labels == [f"LABEL_{index}" for index in range(len(labels))]
+        count = len(self.id2label or {})
+        names = class_names(self.id2label, count)
         content = {name: getattr(self, name) for name in ("format", "version", "name", "input")}
-        content["architecture"] = (self.architecture or {}) | {"num_classes": len(labels)}
-        content["labels"] = None if unnamed else labels
+        content["architecture"] = (self.architecture or {}) | {"num_classes": count}
+        content["labels"] = None if names is None else list(names)
         return Checkpoint.from_description(content, {})
 
     def to_dict(self) -> dict[str, Any]:

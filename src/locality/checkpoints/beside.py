@@ -36,15 +36,17 @@ TIMM_NAMES = {f"convit_{size}": f"convit_{size}" for size in ("tiny", "small", "
 _OURS = {theirs: ours for ours, theirs in TIMM_NAMES.items()} | {
     "deit_base_patch16_384": "deit_base"
 }
-# timm's arguments → fields of `ViTConfig`
-_SAME = ("patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias", "global_pool")
-_CONVIT = {name: name for name in (*_SAME, "use_pos_embed", "locality_strength")} | {
-    "local_up_to_layer": "gpsa_layers"
+# timm's arguments that are fields of `ViTConfig`, and those converted or without effect here
+_SAME = {
+    *("num_classes", "in_chans", "img_size", "patch_size", "embed_dim", "depth", "num_heads"),
+    *("mlp_ratio", "qkv_bias", "global_pool"),
 }
-_DEIT = {name: name for name in (*_SAME, "class_token")}
-_ONLY_IN_TRAINING = {
-    *("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate"),
-    *("drop_path_rate", "weight_init", "dynamic_img_size", "strict_img_size"),
+_CONVIT = _SAME | {"use_pos_embed", "locality_strength"}
+_DEIT = _SAME | {"class_token"}
+_OTHERS = {
+    *("local_up_to_layer", "no_embed_class", "drop_rate", "pos_drop_rate", "patch_drop_rate"),
+    *("proj_drop_rate", "attn_drop_rate", "drop_path_rate", "weight_init", "dynamic_img_size"),
+    "strict_img_size",
 }
 
 CVT_STAGES = {
@@ -104,7 +106,7 @@ def _timm(content: Mapping[str, Any]) -> Checkpoint:
             raise UserError(f"timm has no architecture '{name}'")
         config = TimmConfig.named(name).with_overrides(**args)
     labels = content.get("label_names") or data.get("label_names")
-    classes = _names(labels, config.num_classes)
+    classes = class_names(labels, config.num_classes)
     title, key_map = None, "convit" if getattr(config, "gpsa_layers", 0) else "deit"
     if isinstance(config, TimmConfig):
         title, key_map = PREFIX + name, "timm"
@@ -124,18 +126,16 @@ def _ours(name: str, args: Mapping[str, Any], pool: str | None) -> Any:
     if name not in _OURS:
         return None
     base = VARIANTS[_OURS[name]].config
-    table = _CONVIT if base.gpsa_layers else _DEIT
-    ends = {"num_classes", "in_chans", "img_size"}
-    fields = {ours: args[theirs] for theirs, ours in table.items() if theirs in args}
-    fields |= {end: args[end] for end in ends & args.keys()}
-    fields.setdefault("global_pool", pool or "token")
-    others = args.keys() - table.keys() - ends - _ONLY_IN_TRAINING
-    unlike = {other for other in others if args[other]} - {"no_embed_class"}
-    if table is _CONVIT:
+    same = _CONVIT if base.gpsa_layers else _DEIT
+    if any(args[name] for name in args.keys() - same - _OTHERS):
+        return None
+    fields: dict[str, Any] = {"global_pool": pool or "token"}
+    fields |= {name: value for name, value in args.items() if name in same}
+    if same is _CONVIT:
         if "embed_dim" in fields:  # timm's is per head
             fields["embed_dim"] *= fields.get("num_heads", base.num_heads)
         depth = fields.get("depth", base.depth)
-        fields["gpsa_layers"] = min(fields.get("gpsa_layers", base.gpsa_layers), depth)
+        fields["gpsa_layers"] = min(args.get("local_up_to_layer", base.gpsa_layers), depth)
         if fields["gpsa_layers"] == depth:
             fields["class_token"] = False
     else:
@@ -143,7 +143,7 @@ def _ours(name: str, args: Mapping[str, Any], pool: str | None) -> Any:
         fields["embed_class_token"] = token and not args.get("no_embed_class", False)
         if fields["global_pool"] == "avg" and args.get("fc_norm") is not False:
             return None  # timm then normalises after pooling, not before
-    return None if unlike else base.with_overrides(**fields)
+    return base.with_overrides(**fields)
 
 
 def _transformers(folder: Path, content: Mapping[str, Any]) -> Checkpoint:
@@ -179,7 +179,7 @@ def _transformers(folder: Path, content: Mapping[str, Any]) -> Checkpoint:
         img_size=224 if prepared is None else prepared.size,
         activation="gelu",
     )
-    classes = _names(labels, len(labels))
+    classes = class_names(labels, len(labels))
     return Checkpoint(config, {}, None, prepared, classes, "cvt-transformers")
 
 
@@ -226,7 +226,7 @@ def _sides(size: Any) -> tuple[int, int]:
     return checks.typed("img_size", (height, width), checks.ImageSize)
 
 
-def _names(labels: Any, count: int) -> tuple[str, ...] | None:
+def class_names(labels: Any, count: int) -> tuple[str, ...] | None:
     """The names of `count` classes, numbers where a name is missing; None if all are missing."""
     if not labels:
         return None
