@@ -102,15 +102,10 @@ class Classifier:
         wrong = int((~logits.isfinite()).any(dim=-1).sum())
         if not wrong:
             return
-        said = f"{self.name} gives non-finite logits for {wrong} of {len(logits)} images"
-        if self.model is not None:
-            state = self.model.state_dict()
-            largest = {name: float(each.abs().max()) for name, each in state.items()}
-            name = max(largest, key=largest.__getitem__)
-            said += f"; its largest weight is {largest[name]:.3g}, in {name}"
         raise NonFiniteLogits(
-            f"{said}; the weights are damaged, diverged in training, or are too large for fp16: "
-            f"use others, for example an earlier checkpoint"
+            f"{self.name} gives non-finite logits for {wrong} of {len(logits)} images; its weights "
+            f"are damaged, diverged in training, or are too large for fp16: use others, for "
+            f"example an earlier checkpoint"
         )
 
     def prepare(self, images: Iterable[Image.Image]) -> Tensor:
@@ -183,8 +178,7 @@ def open_model(
     Raises:
         FileNotFoundError, UserError: as in `read`.
     """
-    kind = detect_kind(what, entry)
-    if kind == "graph":
+    if detect_kind(what, entry) == "graph":
         return _open_graph(Path(what))
     checkpoint = read(what, variant, entry, settings)
     path = Path(what).absolute()

@@ -49,7 +49,8 @@ class Checkpoint:
         config: the complete architecture.
         state: the weights, with native names.
         name: name of the variant, or None.
-        preprocessing: preprocessing of the images, or None if unknown.
+        preprocessing: preprocessing of the images, or None if unknown; gets the model's image size
+            if it has none.
         classes: class names in the order of the logits, or None.
         key_map: name of the key map of the file.
         figures: results for the model card, for example a run's `result.json`.
@@ -66,6 +67,9 @@ class Checkpoint:
     described: bool = True
 
     def __post_init__(self) -> None:
+        if self.preprocessing is not None:
+            sized = self.preprocessing.with_default_size(self.config.img_size)
+            object.__setattr__(self, "preprocessing", sized)
         names, count = self.classes, self.config.num_classes
         if names is not None and len(names) != count:
             raise UserError(f"{len(names)} class names given for {count} classes")
@@ -95,8 +99,6 @@ class Checkpoint:
         check_keys(state, meta_state_dict(model.config), "locality's")
         check_finite(state)
         names = None if classes is None else tuple(classes)
-        if preprocessing is not None:
-            preprocessing = preprocessing.with_default_size(model.config.img_size)
         return cls(model.config, state, model.variant, preprocessing, names, figures=figures)
 
     def build(self) -> ImageClassifier:
@@ -105,11 +107,11 @@ class Checkpoint:
         Raises:
             UserError: if weights are missing, unknown, of another shape, or not finite.
         """
-        expected = meta_state_dict(self.config)
-        check_keys(self.state, expected, "locality's")
-        check_finite(self.state)
         with torch.device("meta"):
             model = build(self.config)
+        expected = model.state_dict()
+        check_keys(self.state, expected, "locality's")
+        check_finite(self.state)
         # Assigning the tensors avoids an initialisation, and leaves the random generator alone.
         state = {name: tensor.to(expected[name].dtype) for name, tensor in self.state.items()}
         model.load_state_dict(state, strict=True, assign=True)
@@ -145,45 +147,31 @@ class Checkpoint:
                 f"reads version {FORMAT_VERSION}; upgrade locality"
             )
         checks.shaped("its description", content, {"architecture": dict, "labels?": [str]})
-        given, labels = content.get("input"), content.get("labels")
         fields = dict(content["architecture"])
         family = lookup("family of models", str(fields.pop("family", None)), CONFIG_CLASSES)
         config = from_dict(family, fields, "architecture")
-        preprocessing = None
-        if given is not None:
-            preprocessing = from_dict(Preprocessing, given, "input").with_default_size(
-                config.img_size
-            )
-        return cls(
-            config,
-            state,
-            content.get("name"),
-            preprocessing,
-            None if labels is None else tuple(labels),
-        )
+        preprocessing = content.get("input")
+        if preprocessing is not None:
+            preprocessing = from_dict(Preprocessing, preprocessing, "input")
+        labels = content.get("labels")
+        classes = None if labels is None else tuple(labels)
+        return cls(config, state, content.get("name"), preprocessing, classes)
 
 
 def model_card(checkpoint: Checkpoint) -> str:
     """A model card in Markdown, with the hub's metadata and any known figures."""
     figures = checkpoint.figures or {}
     title = checkpoint.name or type(checkpoint.config).__name__.removesuffix("Config")
-    dataset = figures.get("dataset")
+    task, dataset = "image-classification", figures.get("dataset")
     results = [
-        EvalResult(
-            task_type="image-classification",
-            dataset_type=str(dataset),
-            dataset_name=str(dataset),
-            metric_type="accuracy",
-            metric_name=f"{name} accuracy (%)",
-            metric_value=figures[key],
-        )
-        for key, name in (("top1", "top-1"), ("top5", "top-5"))
+        EvalResult(task, dataset, dataset, "accuracy", figures[key], metric_name=name)
+        for key, name in (("top1", "top-1 accuracy (%)"), ("top5", "top-5 accuracy (%)"))
         if dataset is not None and figures.get(key) is not None
     ]
     data = ModelCardData(
         library_name="locality",
-        pipeline_tag="image-classification",
-        tags=["image-classification", "vision-transformer"],
+        pipeline_tag=task,
+        tags=[task, "vision-transformer"],
         datasets=dataset,
         model_name=title,
         eval_results=results or None,

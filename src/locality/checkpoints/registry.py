@@ -113,13 +113,10 @@ def read_run_settings(folder: Path, wanted: Mapping[str, Any] = {}) -> dict[str,
 
 
 # The fields of a run's result.json that are read elsewhere.
-_RESULT: dict[str, Any] = dict.fromkeys(
-    ("top1", "parameters", "train_images", "val_images", "steps"), float
+_RESULT = dict.fromkeys(("top1", "parameters", "train_images", "val_images", "steps"), float)
+_ALSO = {"model?": str, "dataset?": str} | dict.fromkeys(
+    ("top5?", "best_step?", "macs?", "seconds?", "images_per_second?"), float
 )
-_ALSO: dict[str, Any] = dict.fromkeys(
-    ("top5", "best_step", "macs", "seconds", "images_per_second"), float
-)
-_ALSO |= {"model": str, "dataset": str}
 
 
 def read_result(folder: Path | str, whole: bool = False) -> dict[str, Any] | None:
@@ -132,9 +129,8 @@ def read_result(folder: Path | str, whole: bool = False) -> dict[str, Any] | Non
     Raises:
         UserError: if it has other content.
     """
-    optional = _ALSO if whole else _ALSO | _RESULT
-    shape = {f"{name}?": kind for name, kind in optional.items()} | (_RESULT if whole else {})
-    return read_shaped(Path(folder) / "result.json", shape)
+    shape = _RESULT if whole else {f"{name}?": kind for name, kind in _RESULT.items()}
+    return read_shaped(Path(folder) / "result.json", shape | _ALSO)
 
 
 def read_class_names(folder: Path | str) -> list[str]:
@@ -238,14 +234,11 @@ def check_target(target: Path, to: str, overwrite: bool) -> None:
     """
     if to not in KEY_MAP_NAMES:
         raise unknown("format", to, KEY_MAP_NAMES)
-    if to == "locality" and target.suffix not in ("", ".safetensors"):
-        raise UserError(
-            f"the format 'locality' is written as a folder or a .safetensors file, not {target}"
-        )
-    if to != "locality" and target.suffix not in (".safetensors", ".pth", ".pt", ".bin"):
-        raise UserError(
-            f"the format '{to}' is written as a .safetensors, .pth, .pt or .bin file, not {target}"
-        )
+    native = to == FORMAT
+    suffixes = ("", ".safetensors") if native else (".safetensors", ".pth", ".pt", ".bin")
+    if target.suffix not in suffixes:
+        kinds = "folder or a .safetensors" if native else ".safetensors, .pth, .pt or .bin"
+        raise UserError(f"the format '{to}' is written as a {kinds} file, not {target}")
     if target.suffix:
         check_output(target, overwrite=overwrite)
     elif target.exists() and not overwrite:
