@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import locality
-from locality.checkpoints import open_model
+from locality.checkpoints import open_model, resolve
 from locality.errors import UserError
 
 NAMES = ["fox", "cat", "dog"]
@@ -91,6 +91,12 @@ def test_a_convit_of_timms(variant, tmp_path, randomise, image, caplog):
     opened = same_as_timm(model, tmp_path, image)
     assert opened.model.config.family == "vit"
     assert "locality" not in {record.name for record in caplog.records}
+
+
+def test_a_repository_of_timms_opens_as_its_folder(tmp_path, randomise, image, monkeypatch):
+    saved_by_timm(tmp_path, randomise, "convit_tiny", local_up_to_layer=1)
+    monkeypatch.setattr(resolve, "snapshot_download", lambda name, **_: tmp_path)
+    assert torch.equal(open_model("me/model")([image]), open_model(tmp_path)([image]))
 
 
 @pytest.mark.parametrize("variant", DEITS)

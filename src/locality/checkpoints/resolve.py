@@ -41,9 +41,8 @@ from locality.checkpoints.safe_load import read_state, several_entries
 from locality.data.config import Preprocessing
 from locality.errors import UserError, prefix_errors, some, wrap_errors
 from locality.files import parse_json, read_json
-from locality.models import factory
 from locality.models.config import signature_diff
-from locality.models.factory import TimmConfig, offline_unless_reachable, published
+from locality.models.factory import TimmConfig, named, offline_unless_reachable, published
 from locality.models.variants import identify
 from locality.settings import from_dict
 
@@ -78,7 +77,7 @@ def read(
     path, name = Path(what), str(what)
     if kind == "graph":
         raise graph_not_model(path.name)
-    like = like if variant is None else factory.named(variant, {})
+    like = like if variant is None else named(variant, {})
     settings = settings or {}
     if kind == "run":
         found = _from_run(path)
@@ -119,7 +118,7 @@ def _from_run(folder: Path) -> Checkpoint:
         fields = {key: value for key, value in model.items() if key not in others}
         fields = {key: value for key, value in fields.items() if value is not None}
         fields |= {"num_classes": len(classes)}
-        config = factory.named(name, fields)
+        config = named(name, fields)
         given = (content.get("input") or {}) | {"img_size": config.img_size}
         preprocessing = from_dict(Preprocessing, given, "input")
     weights = state["model"] if state["ema"] is None else state["ema"]
@@ -130,9 +129,6 @@ def _from_weights(
     path: Path, like: Any, entry: str | None, settings: Mapping[str, Any], alone: bool = False
 ) -> Checkpoint:
     """Weights from a file or folder, in any format recognised by tensor names.
-
-    Settings that neither the weights nor a config.json specify are assumed as in the published
-    models, and logged.
 
     Args:
         path, like, entry, settings: as in `read`.
@@ -158,22 +154,32 @@ def _from_weights(
             if not own:
                 content = parse_json(metadata[FORMAT], "its description")
             return Checkpoint.from_description(content, state)
-    model = like if described is None else described.config
-    known = TIMM if isinstance(model, TimmConfig) else None
-    state = _unwrap(state, path, {known.rename(f"{model.stem}.weight")} if known else STEMS)
-    if described is not None:
-        with prefix_errors(f"{path}, with the model of its {CONFIG}"):
-            config = override_config(model, settings)
-            state = (known or KEY_MAPS[described.key_map]).to_native(state, config)
-        name, config = identify(config)
-        return replace(described, config=config, state=state, name=name or described.name)
+    if described is None:
+        return _from_state(_unwrap(state, path, like), path, like, settings, alone)
+    with prefix_errors(f"{path}, with the model of its {CONFIG}"):
+        config = override_config(described.config, settings)
+        key_map = TIMM if isinstance(config, TimmConfig) else KEY_MAPS[described.key_map]
+        state = key_map.to_native(_unwrap(state, path, config), config)
+    name, config = identify(config)
+    return replace(described, config=config, state=state, name=name or described.name)
+
+
+def _from_state(
+    state: State, path: Path, like: Any, settings: Mapping[str, Any], alone: bool
+) -> Checkpoint:
+    """Weights without a description.
+
+    Settings that they do not specify are assumed as in the published models, and logged.
+    """
+    if isinstance(like, TimmConfig):
+        like = replace(like, gpsa="")  # attention replaces convolutions after loading
     shapes = "its tensors have the names of a model, but other shapes"
     wrong = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
     with prefix_errors(path), wrap_errors(shapes, *wrong):
-        key_map = known or detect_key_map(state)
+        key_map = TIMM if isinstance(like, TimmConfig) else detect_key_map(state)
         config = key_map.configuration(state, like, settings)
         name, config = identify(config) if like is None else (None, config)
-        state = key_map.to_native(state, config)
+        ours = key_map.to_native(state, config)
     if like is None:
         unspecified = key_map.unspecified(config)
         assumed = {key: value for key, value in unspecified.items() if key not in settings}
@@ -189,10 +195,10 @@ def _from_weights(
                 f"{path} has the tensor names of {key_map.title}, whose code computes "
                 f"activation={code[0]!r}; the model keeps its own, {config.activation!r}"
             )
-    return Checkpoint(config, state, name, key_map=key_map.name, described=False)
+    return Checkpoint(config, ours, name, key_map=key_map.name, described=False)
 
 
-def _unwrap(state: State, path: Path, stems: Collection[str]) -> dict[str, Tensor]:
+def _unwrap(state: State, path: Path, model: Any) -> dict[str, Tensor]:
     """The tensors of the only model in a state dict, without a wrapper's prefix.
 
     Prefixes are those of wrappers (`module.`, `_orig_mod.`, `model.`, any attribute of a Lightning
@@ -201,11 +207,14 @@ def _unwrap(state: State, path: Path, stems: Collection[str]) -> dict[str, Tenso
     Args:
         state: the state dict.
         path: its file, for messages.
-        stems: possible names of the first layer's weight.
+        model: the model's configuration, if known.
 
     Raises:
         UserError: if there are several models, for example a student and its teacher.
     """
+    stems: Collection[str] = STEMS
+    if isinstance(model, TimmConfig):
+        stems = [TIMM.rename(f"{model.stem}.weight")]
     prefixes = {
         name.removesuffix(stem)
         for name in state
@@ -229,7 +238,7 @@ def _unwrap(state: State, path: Path, stems: Collection[str]) -> dict[str, Tenso
 
 def _from_public(name: str) -> Checkpoint:
     row = source(name)
-    like = replace(factory.variant(row.model).config, img_size=row.preprocessing.img_size)
+    like = named(row.model, {"img_size": row.preprocessing.img_size})
     checkpoint = _from_weights(locate_weights(row), like, None, {}, alone=True)
     return replace(checkpoint, name=row.model, preprocessing=row.preprocessing)
 
