@@ -108,8 +108,9 @@ def _classifier(
     state: State, source: Checkpoint, target: Any, fresh: State, classes: Sequence[str] | None
 ) -> list[str]:
     count, names = source.config.num_classes, joinable(source.classes)
-    own = [name for name in state if name.startswith(f"{target.classifier}.")]
-    difference = ""
+    prefix = f"{target.classifier}."
+    own = [name for name in state if name.startswith(prefix)]
+    why = f"the weights have {count} classes, the model {target.num_classes}"
     if count == target.num_classes:
         if classes is None or tuple(classes) == names:
             return []
@@ -118,19 +119,16 @@ def _classifier(
                 f"the weights have no class names: the classifier's outputs are assigned in order, "
                 f"{numbered(classes)}"
             ]
-        difference = class_difference({"the weights": names, "the data": classes})
-        if not difference:
+        why = class_difference({"the weights": names, "the data": classes})
+        if not why:
             order = list(map(names.index, classes))
             state |= {name: state[name][order] for name in own}
             return ["the classifier's outputs are reordered to match the data's classes"]
     for name in own:
         del state[name]
-    state |= {
-        name: each for name, each in fresh.items() if name.startswith(f"{target.classifier}.")
-    }
+    state |= {name: tensor for name, tensor in fresh.items() if name.startswith(prefix)}
     if target.num_classes == 0:
         return [f"the classifier of {count} classes is not loaded"]
-    why = difference or f"the weights have {count} classes, the model {target.num_classes}"
     return [f"the classifier is new and untrained: {why}"]
 
 

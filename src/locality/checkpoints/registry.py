@@ -254,11 +254,8 @@ def check_export_path(path: Path, format: str, overwrite: bool) -> None:
         UserError: for an unknown format, a wrong suffix, a missing folder, or an existing file
             without `overwrite`.
     """
-    if format not in EXPORT_SUFFIXES:
-        raise unknown("export format", format, EXPORT_SUFFIXES)
-    if path.suffix != EXPORT_SUFFIXES[format]:
-        raise UserError(
-            f"a file of format '{format}' must end in {EXPORT_SUFFIXES[format]}, not {path}"
-        )
+    suffix = lookup("export format", format, EXPORT_SUFFIXES)
+    if path.suffix != suffix:
+        raise UserError(f"a file of format '{format}' must end in {suffix}, not {path}")
     check_parent(path)
     check_output(path, overwrite=overwrite)

@@ -113,12 +113,11 @@ def _from_run(folder: Path) -> Checkpoint:
     state, content = load_best_state(folder), read_run_settings(folder, wanted)
     classes, result = read_class_names(folder), read_result(folder)
     with prefix_errors(f"run folder {folder}"):
-        model = content["model"]
-        name, others = model["name"], ("name", "weights", "entry")
-        fields = {key: value for key, value in model.items() if key not in others}
-        fields = {key: value for key, value in fields.items() if value is not None}
-        fields |= {"num_classes": len(classes)}
-        config = named(name, fields)
+        fields = {key: value for key, value in content["model"].items() if value is not None}
+        name = fields.pop("name")
+        for other in ("weights", "entry"):
+            fields.pop(other, None)
+        config = named(name, fields | {"num_classes": len(classes)})
         given = (content.get("input") or {}) | {"img_size": config.img_size}
         preprocessing = from_dict(Preprocessing, given, "input")
     weights = state["model"] if state["ema"] is None else state["ema"]
@@ -221,19 +220,16 @@ def _unwrap(state: State, path: Path, model: Any) -> dict[str, Tensor]:
         for stem in stems
         if f".{name}".endswith(f".{stem}")
     }
-    outermost = [
-        prefix
-        for prefix in sorted(prefixes)
-        if not any(prefix.startswith(other) for other in prefixes - {prefix})
-    ]
+    outermost: list[str] = []
+    for prefix in sorted(prefixes):  # sorted: longer prefixes follow those they begin with
+        if not outermost or not prefix.startswith(outermost[-1]):
+            outermost.append(prefix)
     if len(outermost) > 1:
         raise several_entries(path, [prefix.rstrip(".") for prefix in outermost])
     prefix = "".join(outermost)
-    others = [name for name in state if not name.startswith(prefix)]
-    if others:
+    if others := [name for name in state if not name.startswith(prefix)]:
         _log.warning(f"{path}: tensors outside {prefix[:-1]} are ignored: {some(others, quote='')}")
-    inside = state.keys() - others
-    return {name.removeprefix(prefix): state[name] for name in state if name in inside}
+    return {name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)}
 
 
 def _from_public(name: str) -> Checkpoint:

@@ -123,24 +123,21 @@ def is_safetensors(path: Path) -> bool:
         UserError: if it is neither, saying what it looks like.
     """
     with open_file(path) as file:
-        start = file.read(512)
-    if not start:
-        raise UserError(f"{path} is empty")
-    if start.startswith(b"version https://git-lfs"):
-        raise UserError(
-            f"{path} is a git-lfs pointer, not the weights it points to; fetch them with "
-            f"`git lfs pull`"
-        )
+        start = file.read(512).lower()
     if start[8:9] == b"{":
         return True
-    if start.startswith(b"PK\x03\x04") or start[:1] == b"\x80":
+    if start.startswith((b"pk\x03\x04", b"\x80")):
         return False
-    text = start.decode(errors="replace").lower()
-    # The last character may be cut off.
-    if "\0" not in text and "\N{REPLACEMENT CHARACTER}" not in text[:-1]:
-        what = "a web page" if "<html" in text or "<!doctype" in text else "text"
-        raise UserError(f"{path} holds {what}, not weights")
-    raise UserError(f"{path} is neither a safetensors nor a PyTorch file")
+    what = "neither a safetensors nor a PyTorch file"
+    if not start:
+        what = "empty"
+    elif start.startswith(b"version https://git-lfs"):
+        what = "a git-lfs pointer, not the weights it points to; fetch them with `git lfs pull`"
+    elif b"<html" in start or b"<!doctype" in start:
+        what = "a web page, not weights"
+    elif b"\0" not in start:
+        what = "text, not weights"
+    raise UserError(f"{path} is {what}")
 
 
 def unpickle(file: IO[bytes], path: Path | str) -> Any:
