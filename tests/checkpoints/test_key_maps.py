@@ -62,7 +62,7 @@ TOLD = [case for case in CASES if case.values[1] is not DEIT or case.id == "deit
 def test_the_architecture_is_read_from_the_shapes(name, key_map, fields):
     with torch.device("meta"):
         ours = build(name, **fields | ({"drop_path_rate": 0.0} if "cvt" in name else {}))
-    found = key_map.infer(key_map.from_native(ours.state_dict(), ours.config), {})
+    found = key_map.configuration(key_map.from_native(ours.state_dict(), ours.config))
     told = {"activation": ours.config.activation} if "cvt" in name else {}
     assert replace(found, **told) == ours.config
 
@@ -93,7 +93,7 @@ def test_timms_weights_give_timms_logits_in_both_directions(name, randomise, ass
 
 def test_every_tensor_of_transformers_has_its_place(randomise, assert_bitwise):
     theirs = randomise(CvtForImageClassification(CvtConfig(num_labels=10))).state_dict()
-    config = replace(TRANSFORMERS.infer(theirs, {}), activation="gelu")
+    config = replace(TRANSFORMERS.configuration(theirs), activation="gelu")
     assert_bitwise(TRANSFORMERS.from_native(TRANSFORMERS.to_native(theirs, config), config), theirs)
 
 
@@ -142,7 +142,7 @@ def test_ratios_that_differ_between_blocks_are_read_too():
     with torch.device("meta"):
         ours = build("cvt_13", mlp_ratio=ratios, **SMALL_CVT)
     state = {MICROSOFT.rename(name): tensor for name, tensor in ours.state_dict().items()}
-    found = MICROSOFT.infer(state, {})
+    found = MICROSOFT.configuration(state)
     assert [ratio for stage in found.stages for ratio in stage.mlp_ratios] == ratios
 
 
@@ -152,7 +152,7 @@ def test_a_hidden_width_that_a_rounded_ratio_falls_short_of_is_read():
         ours = build("convit_nano", embed_dim=112, mlp_ratio=math.nextafter(230 / 112, 3))
     state = CONVIT.from_native(ours.state_dict(), ours.config)
     assert len(state["blocks.0.mlp.fc1.weight"]) == 230
-    assert CONVIT.infer(state, {}) == ours.config
+    assert CONVIT.configuration(state) == ours.config
 
 
 @pytest.mark.parametrize("key_map", [CONVIT, DEIT, MICROSOFT, TRANSFORMERS], ids=lambda m: m.name)
@@ -185,10 +185,10 @@ def test_what_a_format_cannot_hold_is_refused_by_its_name():
     heads = build("cvt_13", embed_dim=(48, 96, 192), num_heads=(1, 2, 4), **SMALL_CVT)
     theirs = MICROSOFT.from_native(heads.state_dict(), heads.config)
     with pytest.raises(UserError, match="heads"):
-        MICROSOFT.infer(theirs, {})
-    assert MICROSOFT.infer(theirs, {"num_heads": 1})
+        MICROSOFT.configuration(theirs)
+    assert MICROSOFT.configuration(theirs, settings={"num_heads": 1})
     with torch.device("meta"):
         pooled = build("cvt_13", projection="microsoft_avg")
     theirs = {TRANSFORMERS.rename(name): tensor for name, tensor in pooled.state_dict().items()}
     with pytest.raises(UserError, match="transformers"):
-        TRANSFORMERS.infer(theirs, {})
+        TRANSFORMERS.configuration(theirs)

@@ -95,7 +95,7 @@ class _ViT(KeyMap):
                 f"the gated layers must be the first of the {depth} blocks; these weights have "
                 f"them at {gated}"
             )
-        width, in_chans, patch_size, _ = self.require_tensor(state, "patch_embed.weight").shape
+        width, _, patch_size, _ = self.require_tensor(state, "patch_embed.weight").shape
         hidden = len(self.require_tensor(state, "blocks.0.mlp.fc1.weight"))
         size, class_entry = infer_img_size(state, patch_size, not gated, settings.get("img_size"))
         if gated:
@@ -109,8 +109,6 @@ class _ViT(KeyMap):
             depth=depth,
             img_size=size,
             patch_size=patch_size,
-            in_chans=in_chans,
-            num_classes=self.classes(state),
             mlp_ratio=mlp_ratio_of(width, hidden),
             qkv_bias=f"blocks.0.attn.{'qk' if gated else 'qkv'}.bias" in state,
             gpsa_layers=len(gated),
@@ -200,8 +198,6 @@ class _CvT(KeyMap):
         )
         return CvTConfig(
             stages,
-            num_classes=self.classes(state),
-            in_chans=self.require_tensor(state, "stages.0.embed.conv.weight").shape[1],
             global_pool="token" if any(key.endswith("cls_token") for key in state) else "avg",
         )
 

@@ -123,7 +123,7 @@ class KeyMap:
         return not self.stems.keys().isdisjoint(state)
 
     def infer(self, state: State, settings: Mapping[str, Any]) -> Any:
-        """Infer the architecture of weights from their names and shapes.
+        """Infer the architecture of weights, except classes and channels, from names and shapes.
 
         Args:
             state: the weights.
@@ -134,7 +134,7 @@ class KeyMap:
         """
         fitting = [name for name, row in VARIANTS.items() if self._fits(state, row.config)]
         if len(fitting) == 1:
-            return self._like(state, VARIANTS[fitting[0]].config)
+            return VARIANTS[fitting[0]].config
         how = "--model NAME in training, --variant NAME elsewhere"
         if fitting:
             raise UserError(
@@ -152,7 +152,7 @@ class KeyMap:
         if stem is None or len(stem) != getattr(config, "embed_dim", len(stem)):
             return False  # without building the model
         with contextlib.suppress(UserError):
-            check_keys(state, meta_state_dict(self._like(state, config)), self.title)
+            check_keys(state, meta_state_dict(self._with_interface(state, config)), self.title)
             return True
         return False
 
@@ -247,10 +247,10 @@ class KeyMap:
         for stem, family in self.stems.items():
             if stem in state:
                 check_config_class(family, like)
-        found = self.infer(state, settings) if like is None else self._like(state, like)
-        return override_config(found, settings)
+        found = self.infer(state, settings) if like is None else like
+        return override_config(self._with_interface(state, found), settings)
 
-    def _like(self, state: State, like: Any) -> Any:
+    def _with_interface(self, state: State, like: Any) -> Any:
         """`like`, with the classes, channels and image size of the weights."""
         classifier, stem = (self.rename(f"{name}.weight") for name in (like.classifier, like.stem))
         ends: dict[str, Any] = {"num_classes": len(state.get(classifier, ()))}
@@ -263,10 +263,6 @@ class KeyMap:
                 classes = like.embed_class_token
                 ends["img_size"] = infer_img_size(state, like.patch_size, classes, None)[0]
         return dataclasses.replace(like, **ends)
-
-    def classes(self, state: State) -> int:
-        """The number of classes; 0 without a classifier."""
-        return len(state.get(self.rename("head.weight"), ()))
 
     def require_tensor(self, state: State, name: str) -> Tensor:
         """The tensor with native name `name`.
