@@ -86,7 +86,7 @@ def _cfg(row: Variant, source: Source | None = None) -> dict[str, Any]:
         **{name: getattr(given, name) for name in PREPROCESSING_KEYS},
         "fixed_input_size": not hierarchical,
         "first_conv": config.stem,
-        "classifier": config.classifier,
+        "classifier": config.classifiers[0],
     }
     if hierarchical:
         cfg["min_input_size"] = (config.in_chans, config.minimum_size, config.minimum_size)

@@ -337,6 +337,19 @@ def test_a_distillation_token_is_refused_by_name(tmp_path):
         locality.load(tmp_path / "weights.pth")
 
 
+def test_timms_distilled_models_open_with_both_classifiers(tmp_path):
+    name, file = "deit_tiny_distilled_patch16_224", tmp_path / "weights.pth"
+    distilled = timm.create_model(name, num_classes=4).eval()
+    torch.save(distilled.state_dict(), file)
+    images = torch.randn(1, 3, 224, 224)
+    model = read(file, f"timm/{name}").build().eval()
+    assert model.config.num_classes == 4
+    torch.testing.assert_close(model(images), distilled(images))
+    other = build(f"timm/{name}", num_classes=3)
+    load_weights(other, file)  # neither of the two classifiers is taken over
+    assert other(images).shape == (1, 3)
+
+
 @pytest.mark.parametrize("in_chans", [3, 1])
 def test_timms_state_dicts_open_with_the_preprocessing_of_their_variant(in_chans, tmp_path):
     name, file = "vit_tiny_patch16_224", tmp_path / "weights.pth"

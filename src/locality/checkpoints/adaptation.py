@@ -108,8 +108,8 @@ def _classifier(
     state: State, source: Checkpoint, target: Any, fresh: State, classes: Sequence[str] | None
 ) -> list[str]:
     count, names = source.config.num_classes, joinable(source.classes)
-    prefix = f"{target.classifier}."
-    own = [name for name in state if name.startswith(prefix)]
+    prefixes = tuple(f"{name}." for name in target.classifiers)
+    own = [name for name in state if name.startswith(prefixes)]
     why = f"the weights have {count} classes, the model {target.num_classes}"
     if count == target.num_classes:
         if classes is None or tuple(classes) == names:
@@ -126,7 +126,7 @@ def _classifier(
             return ["the classifier's outputs are reordered to match the data's classes"]
     for name in own:
         del state[name]
-    state |= {name: tensor for name, tensor in fresh.items() if name.startswith(prefix)}
+    state |= {name: tensor for name, tensor in fresh.items() if name.startswith(prefixes)}
     if target.num_classes == 0:
         return [f"the classifier of {count} classes is not loaded"]
     return [f"the classifier is new and untrained: {why}"]

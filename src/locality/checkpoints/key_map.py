@@ -252,8 +252,9 @@ class KeyMap:
 
     def _with_interface(self, state: State, like: Any) -> Any:
         """`like`, with the classes, channels and image size of the weights."""
-        classifier, stem = (self.rename(f"{name}.weight") for name in (like.classifier, like.stem))
-        ends: dict[str, Any] = {"num_classes": len(state.get(classifier, ()))}
+        heads = [state.get(self.rename(f"{name}.weight"), ()) for name in like.classifiers]
+        ends: dict[str, Any] = {"num_classes": max(map(len, heads), default=0)}
+        stem = self.rename(f"{like.stem}.weight")
         if stem in state:
             ends["in_chans"] = state[stem].shape[1]
         if isinstance(like, ViTConfig) and "pos_embed" in state:

@@ -56,7 +56,7 @@ class Architecture:
         init: initialisation of attention, one of `locality.models.initialisations`; "default" is
             the family's.
         family, title: the name of the family in files and in messages.
-        stem, classifier: names of the first module and of the classifier.
+        stem, classifiers: names of the first module and of the classifiers, which are averaged.
 
     Raises:
         UserError: with the field, the value given and what is accepted.
@@ -65,7 +65,7 @@ class Architecture:
     family: ClassVar[str]
     title: ClassVar[str]
     stem: ClassVar[str]
-    classifier: ClassVar[str] = "head"
+    classifiers: ClassVar[tuple[str, ...]] = ("head",)
 
     img_size: checks.ImageSize = setting(224, "interface")
     in_chans: checks.UpTo1024 = setting(3, "interface")

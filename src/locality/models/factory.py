@@ -72,9 +72,10 @@ class TimmConfig:
                 checks.integer(name, value, 0, 512 if name == "depth" else 32_768)
 
     @property
-    def classifier(self) -> str:
-        """Name of the classifier module."""
-        return f"model.{_pretrained_cfg(self.name).classifier}"
+    def classifiers(self) -> tuple[str, ...]:
+        """Names of the classifiers: distilled models have two."""
+        names = _pretrained_cfg(self.name).classifier or ()
+        return tuple(f"model.{name}" for name in ([names] if isinstance(names, str) else names))
 
     @property
     def stem(self) -> str:
