@@ -100,8 +100,7 @@ def test_a_comparison_that_teaches_nothing_is_refused_with_what_would_do(photos,
     with pytest.raises(UserError, match=f"{short.count} runs") as said:
         plan(short, tmp_path / "none", jobs=2)
     assert not (tmp_path / "none").exists()
-    command = f"--models {','.join(models)} --seeds 2 --fractions 0.5,1 --minutes "
-    (enough,) = re.findall(command + r"(\d+)$", str(said.value))
+    (enough,) = re.findall(r"--minutes (\d+)", str(said.value))
     longer = asked(photos, models=models, minutes=int(enough), steps=None)
     found = plan(longer, tmp_path / "longer", jobs=2)
     assert min(c.schedule.steps * c.engine.batch_size / 18 for c in found.values()) >= 10

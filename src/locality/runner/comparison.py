@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -98,19 +97,6 @@ class ComparisonSpec:
         """Number of runs."""
         return len(self.models) * len(self.fractions) * self.repeats
 
-    def command(self, minutes: int) -> str:
-        """The command of this comparison with another number of minutes."""
-        root, models = self.data["data.root"], ",".join(self.models)
-        repeats = ("--folds", self.folds) if self.folds else ("--seeds", self.seeds)
-        words = ["locality", "compare", root, "--models", models, *repeats]
-        if len(self.fractions) > 1:
-            words += ["--fractions", ",".join(f"{part:g}" for part in self.fractions)]
-        if self.img_size:
-            words += ["--img_size", self.img_size]
-        if self.pretrained:
-            words.append("--pretrained")
-        return shlex.join(map(str, [*words, "--minutes", minutes]))
-
 
 def plan(
     spec: ComparisonSpec, folder: Path, jobs: int, threads: int | None = None, keep: bool = True
@@ -192,8 +178,8 @@ def _choose_configs(spec: ComparisonSpec, jobs: int, threads: int) -> dict[str, 
         runs = spec.count * (longest + _RUN_SECONDS) / at_once
         raise UserError(
             f"{spec.minutes:g} minutes are too short for {spec.count} runs on this machine: each "
-            f"image would be seen fewer than {MIN_EPOCHS} times; use "
-            f"{spec.command(math.ceil(SLACK * (runs + beside) / 60))}"
+            f"image would be seen fewer than {MIN_EPOCHS} times; give --minutes "
+            f"{math.ceil(SLACK * (runs + beside) / 60)}, or fewer models, seeds or fractions"
         )
     chosen = {}
     for model, (changes, _, cost) in found.items():
