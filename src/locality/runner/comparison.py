@@ -168,7 +168,7 @@ def _choose_configs(spec: ComparisonSpec, jobs: int, threads: int) -> dict[str, 
         found = {model: measured(recipe, alike | of, splits) for model, of in starts.items()}
     spent = perf_counter() - started
     # `beside`: seconds outside of the runs; `each`: seconds per run.
-    costs = [cost for *_, cost in found.values()]
+    costs = [cost for _, cost in found.values()]
     baselines = costs[0].baselines * spec.repeats * sum(spec.fractions)
     beside = spent + baselines + _PAGE_SECONDS
     at_once = min(jobs, spec.count, len(visible_gpus()) or processors())
@@ -182,7 +182,7 @@ def _choose_configs(spec: ComparisonSpec, jobs: int, threads: int) -> dict[str, 
             f"{math.ceil(SLACK * (runs + beside) / 60)}, or fewer models, seeds or fractions"
         )
     chosen = {}
-    for model, (changes, _, cost) in found.items():
+    for model, (changes, cost) in found.items():
         config, seconds = fit(recipe, changes, cost, each)
         schedule = config.schedule  # save about once per minute
         every = max(schedule.eval_every, schedule.length * min(1, _SAVE_SECONDS / seconds))

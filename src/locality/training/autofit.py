@@ -25,7 +25,7 @@ from locality.models.variants import family_of
 from locality.training.config import RunConfig
 from locality.training.cost import Cost, format_duration, forward_macs, measure_cost
 from locality.training.devices import launched_externally
-from locality.training.optim import Plan, make_plan
+from locality.training.optim import make_plan
 from locality.training.recipes import adjusted, is_small
 from locality.training.resolved_run import ResolvedRun
 
@@ -65,20 +65,13 @@ class AutoFit:
 
     Attributes:
         config: the complete run.
-        images_per_second: training speed on this machine; None if not measured.
-        seconds: estimated time on this machine, including this choice, evaluations and baselines; 0
-            if not measured.
-        passes: passes over the training images.
         reasons: the choices and their reasons, one per line.
         name, changes: recipe and settings, except the schedule.
-        cost: the cost from which the length was chosen; None if the length was given.
+        cost: the cost on this machine, from which the length was chosen; None if that was given.
         end: the deadline, by `time.perf_counter`.
     """
 
     config: RunConfig
-    images_per_second: float | None
-    seconds: float
-    passes: float
     reasons: tuple[str, ...]
     name: str
     changes: Mapping[str, Any]
@@ -87,6 +80,11 @@ class AutoFit:
 
     def __str__(self) -> str:
         return "\n".join(self.reasons)
+
+    @property
+    def images_per_second(self) -> float | None:
+        """Training speed on this machine; None if not measured."""
+        return None if self.cost is None else 1 / self.cost.training
 
     def lengthened(self, steps: int, seconds: float) -> RunConfig:
         """The run with the length that fits the time left, which may be shorter.
@@ -107,8 +105,8 @@ class AutoFit:
         return fit(self.name, self.changes, cost, self.end - perf_counter(), steps)[0]
 
 
-Measured = tuple[Mapping[str, Any], ResolvedRun, Cost]
-"""A run's settings by dotted name, except the schedule; the run; its cost on this machine."""
+Measured = tuple[dict[str, Any], Cost]
+"""A run's settings by dotted name, except the schedule, and its cost on this machine."""
 
 
 def fit(
@@ -161,10 +159,11 @@ def measured(name: str, changes: Mapping[str, Any], splits: DataSplits | None = 
             "--print_config > run.yaml` in one process, then start all with --config run.yaml"
         )
     cost = measure_cost(run)
+    chosen = dict(changes)
     if cost.loading > cost.computing / 4:
-        changes = {"data.workers": min(machine.processors(), 8)} | dict(changes)
-    workers = adjusted(name, changes).data.workers * run.world_size
-    return changes, run, replace(cost, workers=workers)
+        chosen.setdefault("data.workers", min(machine.processors(), 8))
+    workers = adjusted(name, chosen).data.workers * run.world_size
+    return chosen, replace(cost, workers=workers)
 
 
 def _measured_fastest(name: str, changes: Mapping[str, Any], splits: DataSplits) -> Measured:
@@ -174,11 +173,11 @@ def _measured_fastest(name: str, changes: Mapping[str, Any], splits: DataSplits)
     """
     found = measured(name, changes, splits)
     count = torch.get_num_threads()
-    if "engine.threads" in changes or found[1].device_type != "cpu":
+    if "engine.threads" in changes or not found[1].on_processor:
         return found
     while (count := count // 2) >= 1:
         other = measured(name, dict(changes) | {"engine.threads": count}, splits)
-        if other[2].training >= found[2].training:
+        if other[1].training >= found[1].training:
             break
         found = other
     return found
@@ -190,8 +189,8 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
     Args:
         name: "photos" or "finetune".
         given: settings to keep, by dotted name, including `data.root`.
-        minutes: total time, including this choice, evaluation and baselines; None if `given` sets
-            the length.
+        minutes: total time, including this choice, evaluation and baselines. None if `given` sets
+            the length: nothing is measured, and the choice is the same on every machine.
 
     Raises:
         UserError: if the data cannot be used, the time is too short to see each image once, or as
@@ -199,91 +198,88 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
     """
     if minutes is not None:
         checks.typed("minutes", minutes, checks.Positive)
-    started = perf_counter()
+    started, budget = perf_counter(), 60 * (minutes or 0)
     tuned = name == "finetune"
     config = adjusted(name, given)
     splits = open_data(config.data, config.seed)
     opening = perf_counter() - started  # the run opens the data again
     images, side = len(splits.train), median_shorter_side(splits.train)
     mixed = {"augment.mixup": 0.8, "augment.cutmix": 1.0} if images >= MIXUP_MIN_IMAGES else {}
+    about = (
+        f"images  {images:,} for training and {len(splits.val):,} for validation, of "
+        f"{len(splits.classes):,} classes, about {side} pixels on the shorter side"
+    )
 
     def at(size: Mapping[str, Any]) -> dict[str, Any]:
         changes = dict(size) | dict(given)
         batch = batch_size(images, small=_small(adjusted(name, changes)))
         return {"engine.batch_size": batch} | (mixed if tuned else {}) | changes
 
+    def measure(size: Mapping[str, Any]) -> tuple[dict[str, Any], Cost | None]:
+        return (at(size), None) if minutes is None else _measured_fastest(name, at(size), splits)
+
+    def left(cost: Cost) -> float:
+        """Seconds left for training and evaluation."""
+        return budget - (perf_counter() - started) - opening - cost.baselines
+
+    def seen(changes: Mapping[str, Any]) -> float:
+        """Images that a run sees, at the same speed per multiply-accumulate as `cost`."""
+        sized = adjusted(name, changes)
+        if cost is None:
+            return make_plan(sized, images).images
+        macs = forward_macs(sized.model, cost.classes)
+        slower = replace(cost, macs=macs, computing=cost.computing * macs / cost.macs)
+        return slower.passes(left(cost)) * images
+
     asked = given.keys() & set(_MODEL_SETTINGS)
     smallest, *larger = [{}] if tuned else _candidate_sizes(side, asked, config.model.name)
-    size: Mapping[str, Any] = smallest
+    size, (changes, cost) = smallest, measure(smallest)
     why = "that of the weights" if tuned else "as given" if asked else "the smallest"
-    needed = max(_LARGER_EPOCHS * images, _LARGER_IMAGES)
-    about = (
-        f"images  {images:,} for training and {len(splits.val):,} for validation, of "
-        f"{len(splits.classes):,} classes, about {side} pixels on the shorter side"
-    )
-    if minutes is None:  # nothing is measured: the same choice on every machine
-        for other in larger:
-            if make_plan(adjusted(name, at(other)), images).images >= needed:
-                size, why = other, "the largest that can learn in a run of this length"
-        own = at(size)
-        off = _unmixed(name, own, make_plan(adjusted(name, own), images).images)
-        own |= off
-        run = ResolvedRun(adjusted(name, own), splits)
-        seen = run.plan.images / images
-        reasons = (about, *_chosen(run, why), *_augmented(off), _length(run.plan))
-        return AutoFit(run.config, None, 0.0, seen, reasons, name, own)
-
-    changes, run, cost = _measured_fastest(name, at(smallest), splits)
-
-    def left() -> float:
-        """Seconds left for training and evaluation."""
-        beside = opening + cost.baselines
-        return 60 * minutes - (perf_counter() - started) - beside
-
+    span = "a run of this length" if cost is None else f"{minutes:g} minutes on this machine"
     for other in larger:
-        # Assume the same speed per multiply-accumulate.
-        macs = forward_macs(adjusted(name, at(other)).model, cost.classes)
-        slower = replace(cost, macs=macs, computing=cost.computing * macs / cost.macs)
-        if slower.passes(left()) * images < needed:
+        if seen(at(other)) < max(_LARGER_EPOCHS * images, _LARGER_IMAGES):
             break
-        size, why = other, f"the largest that can learn in {minutes:g} minutes on this machine"
+        size, why = other, f"the largest that can learn in {span}"
     if size != smallest:
-        changes, run, cost = _measured_fastest(name, at(size), splits)
-    remaining = left()
-    passes, beside = cost.passes(remaining), 60 * minutes - remaining
-    short = []
-    if passes < MIN_EPOCHS:
-        enough = SLACK * (cost.enough(MIN_EPOCHS) + beside) / 60
-        short = [_too_short(run, passes, minutes, math.ceil(enough))]
-        if passes < 1:
-            raise UserError(short[0])
+        changes, cost = measure(size)
+    if cost is None or minutes is None:
+        off = _unmixed(name, changes, seen(changes))
+        run = ResolvedRun(adjusted(name, changes | off), splits)
+        return AutoFit(run.config, (about, *_chosen(run, why, off)), name, changes | off)
+
+    remaining = left(cost)
+    passes, beside = cost.passes(remaining), budget - remaining
+    short = (
+        f"in {minutes:g} minutes {adjusted(name, changes).model.name} would see each of "
+        f"{images:,} images {'less than once' if passes < 1 else f'{passes:.2g} times'} on this "
+        f"machine, and learns little in fewer than {MIN_EPOCHS}; give --minutes "
+        f"{math.ceil(SLACK * (cost.enough(MIN_EPOCHS) + beside) / 60)}, or a smaller model or "
+        f"--model.img_size"
+    )
+    if passes < 1:
+        raise UserError(short)
     off = _unmixed(name, changes, passes * images)
-    changes = {**changes, **off}
+    changes |= off
     config, seconds = fit(name, changes, cost, remaining)
-    threads = config.engine.threads
+    run, threads = ResolvedRun(config, splits), config.engine.threads
     by_workers = f" by each of {cost.workers} processes" if cost.workers else ""
     if cost.decoding > cost.loading:
         by_workers += f" ({1000 * cost.decoding:.3g} ms more the first time)"
-    plan = make_plan(config, images)
-    longest = plan.images >= _most_images(name, config, cost) - plan.batch_size
+    longest = run.plan.images >= _most_images(name, config, cost) - run.plan.batch_size
     reasons = (
         about,
-        *_chosen(run, why),
-        *_augmented(off),
+        *_chosen(run, why, off),
         f"speed   {1 / cost.training:.3g} images/s: {1000 * cost.loading:.3g} ms to load one"
         f"{by_workers}, {1000 * cost.computing:.3g} ms to compute"
         + (f" with {threads} of {torch.get_num_threads()} threads" if threads else ""),
-        f"{_length(plan)}: about {format_duration(seconds + beside)} in all, with this choice, "
-        "evaluations and baselines; adjusted after warm-up to the speed so far",
+        f"time    about {format_duration(seconds + beside)} in all, with this choice, evaluations "
+        "and baselines; the length is adjusted after warm-up to the speed so far",
         "keeps   the best and the last weights; the accuracy of the best of many evaluations is "
         "optimistic, so test on other images (data.val_part)",
-        *(f"short   {sentence}" for sentence in short),
+        *([f"short   {short}"] if passes < MIN_EPOCHS else []),
         *_advice(name, minutes, longest, config.data.root),
     )
-    passes, end = plan.images / images, started + 60 * minutes
-    return AutoFit(
-        config, 1 / cost.training, seconds + beside, passes, reasons, name, changes, cost, end
-    )
+    return AutoFit(config, reasons, name, changes, cost, started + budget)
 
 
 def _unmixed(name: str, changes: Mapping[str, Any], seen: float) -> dict[str, float]:
@@ -293,26 +289,17 @@ def _unmixed(name: str, changes: Mapping[str, Any], seen: float) -> dict[str, fl
     return {name: 0.0 for name in ("augment.mixup", "augment.cutmix") if name not in changes}
 
 
-def _augmented(off: Mapping[str, float]) -> list[str]:
-    """What was turned off because the run is short, and why."""
-    names = " or ".join(name.removeprefix("augment.") for name in off)
-    return [f"augment no {names}, which would cost so short a run accuracy"] if off else []
-
-
-def _chosen(run: ResolvedRun, why: str) -> list[str]:
-    """The model and its image size, and whether `explore --live` supports it."""
-    model, (height, width) = run.config.model.name, run.img_size
+def _chosen(run: ResolvedRun, why: str, off: Mapping[str, float]) -> list[str]:
+    """Lines on the model, whether `explore --live` supports it, what is off, and the length."""
+    model, (height, width), plan = run.config.model.name, run.img_size, run.plan
     lines = [f"model   {model} at {height}×{width}: {why}"]
     if family_of(model) == "cvt":
         lines.append("page    explore --live does not support CvT; give --model convit_nano")
-    return lines
-
-
-def _length(plan: Plan) -> str:
-    return (
-        f"length  {plan.steps:,} steps of {plan.batch_size} images, each image "
-        f"{plan.epoch(plan.steps):.3g} times"
-    )
+    if off:
+        names = " or ".join(name.removeprefix("augment.") for name in off)
+        lines.append(f"augment no {names}, which would cost so short a run accuracy")
+    often = f"each image {plan.epoch(plan.steps):.3g} times"
+    return [*lines, f"length  {plan.steps:,} steps of {plan.batch_size} images, {often}"]
 
 
 def _small(config: RunConfig) -> bool:
@@ -351,17 +338,6 @@ def _candidate_sizes(side: int, asked: Set[str], model: str) -> list[dict[str, A
     first = next(iter(models))
     sizes = sizes or [(first, *models[first][0])]
     return [dict(zip(_MODEL_SETTINGS, size, strict=True)) for size in sizes]
-
-
-def _too_short(run: ResolvedRun, passes: float, minutes: float, enough: int) -> str:
-    """The message for a run that is too short, with the minutes needed."""
-    height, width = run.img_size
-    often = "less than once" if passes < 1 else f"{passes:.2g} times"
-    return (
-        f"in {minutes:g} minutes {run.config.model.name} at {height}×{width} would see each "
-        f"of {len(run.splits.train):,} images {often} on this machine, and learns little in fewer "
-        f"than {MIN_EPOCHS}; give --minutes {enough}, or a smaller model or --model.img_size"
-    )
 
 
 def _advice(name: str, minutes: float, longest: bool, root: str | None) -> list[str]:
