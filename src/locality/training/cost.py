@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 import time
 from dataclasses import dataclass
 from functools import cache
@@ -167,12 +168,10 @@ def measure_cost(run: ResolvedRun, images_per_second: float | None = None) -> Co
     """
     config = run.config
     if images_per_second is None:
-        images = timing_batch_size(run.micro_batch, STEP_FORWARDS * run.macs)
+        batch, classes = run.micro_batch, len(run.splits.classes)
         with arithmetic_threads(config.engine.threads):
-            steps = time_steps(
-                config, len(run.splits.classes), images, run.precision, seconds=_TIMING_SECONDS
-            )
-        images_per_second = images * run.world_size * len(steps) / sum(steps)
+            times = time_steps(config, classes, batch, run.precision, _TIMING_SECONDS)
+        images_per_second = run.world_size / statistics.fmean(times)
     loader = train_loader(
         run.splits.train,
         config.augment,
@@ -200,20 +199,15 @@ def _seconds_per_image(loader: BatchLoader) -> float:
     return (time.perf_counter() - started) / _LOADING_IMAGES
 
 
-def timing_batch_size(batch_size: int, macs: float) -> int:
-    """Images of a timed step, given the multiply-accumulates per image."""
-    return int(min(batch_size, max(1, _TIMING_MACS // macs)))
-
-
 def time_steps(
-    config: RunConfig, classes: int, images: int, precision: str = "fp32", seconds: float = 0.0
+    config: RunConfig, classes: int, batch_size: int, precision: str = "fp32", seconds: float = 0.0
 ) -> list[float]:
-    """Seconds of training steps on random images, after a warm-up step.
+    """Seconds per image of training steps on random images, after a warm-up step.
 
     Args:
         config: only its model, optimiser and accelerator matter.
         classes: number of classes.
-        images: images per timed step.
+        batch_size: images per step; large models are timed on fewer.
         precision: a resolved precision.
         seconds: minimum total time, with at least one step; three steps if 0.
     """
@@ -226,6 +220,8 @@ def time_steps(
         elif tensor.is_floating_point():
             nn.init.ones_(tensor)  # avoids subnormal numbers, which are slow
     optimizer = create_optimizer(network, config.optim, config.engine.batch_size)
+    macs = STEP_FORWARDS * forward_macs(config.model, classes)
+    images = int(min(batch_size, max(1, _TIMING_MACS // macs)))
     batch = torch.randn(images, 3, *network.img_size, device=device)
     durations: list[float] = []
     steps = 1 if seconds else _TIMING_STEPS  # a step may be long by itself
@@ -238,7 +234,7 @@ def time_steps(
         optimizer.zero_grad(set_to_none=True)
         loss.item()  # waits for the GPU
         durations.append(time.perf_counter() - started)
-    return durations[1:]
+    return [duration / images for duration in durations[1:]]
 
 
 # By model name and CPU threads.
@@ -252,12 +248,11 @@ def training_speed(config: RunConfig, classes: int, threads: int) -> float:
     """
     named = config.model.name, threads
     if named not in _SPEEDS:
-        macs = STEP_FORWARDS * forward_macs(config.model, classes)
-        images = timing_batch_size(config.engine.batch_size, macs)
+        alone = RunConfig(model=config.model)
         with arithmetic_threads(threads):
             # The fastest step is the one least disturbed by other processes.
-            fastest = min(time_steps(RunConfig(model=config.model), classes, images))
-        _SPEEDS[named] = macs * images / fastest
+            fastest = min(time_steps(alone, classes, config.engine.batch_size))
+        _SPEEDS[named] = STEP_FORWARDS * forward_macs(config.model, classes) / fastest
     return _SPEEDS[named]
 
 
@@ -304,7 +299,7 @@ _SIZES: dict[str, tuple[int, int]] = {}
 
 
 def _size(model: ModelConfig, classes: int) -> tuple[int, int]:
-    architecture = dataclasses.replace(model, weights=None)
+    architecture = dataclasses.replace(model, weights=None, entry=None)
     named = repr((architecture, classes))
     if named not in _SIZES:
         network = meta_model(RunConfig(model=architecture), classes)
