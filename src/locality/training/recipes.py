@@ -124,17 +124,16 @@ def convit_cifar(
     Cost: 0.008 exaFLOPs for `convit_micro`, minutes on a GPU.
     Expect: not measured here, not in the paper; docs/choosing.md has published numbers.
     """
-    return RunConfig(
-        recipe="convit_cifar",
-        seed=seed,
-        model=ModelConfig(model, img_size=32, overrides={"drop_path_rate": 0.1}),
-        data=DataConfig(dataset, workers=4),
-        input=Preprocessing(crop_pct=1.0),
-        augment=dataclasses.replace(DEIT_AUGMENT, crop="pad", pad=4, repeats=1),
-        optim=OptimConfig("adamw", lr=1e-3, lr_batch=512, weight_decay=0.05),
-        schedule=ScheduleConfig(epochs=200, steps=None, warmup=10, eval_every=5),
-        objective=ObjectiveConfig(label_smoothing=0.1),
-        engine=EngineConfig(batch_size=256),
+    return _as(
+        deit_300(model, seed),
+        "convit_cifar",
+        model={"img_size": 32},
+        data={"dataset": dataset, "workers": 4},
+        input={"crop_pct": 1.0},
+        augment={"crop": "pad", "pad": 4, "repeats": 1},
+        optim={"lr": 1e-3, "eps": None, "decay_positions": False},
+        schedule={"epochs": 200, "warmup": 10, "eval_every": 5},
+        engine={"batch_size": 256},
     )
 
 
@@ -264,18 +263,14 @@ def cvt_300(model: str = "cvt_13", seed: int = 0) -> RunConfig:
     Cost: 11 exaFLOPs for `cvt_13`, 17 for `cvt_21`.
     Expect: top-1 81.6 (`cvt_13`), 82.5 (`cvt_21`).
     """
+    decay = 0.05 if model.startswith("cvt_13") else 0.1
     return RunConfig(
         recipe="cvt_300",
         seed=seed,
         model=ModelConfig(model, img_size=224),
         data=DataConfig("imagenet", workers=8),
         augment=dataclasses.replace(DEIT_AUGMENT, repeats=3 if model == "cvt_21" else 1),
-        optim=OptimConfig(
-            "adamw",
-            lr=2.5e-4,
-            lr_batch=256,
-            weight_decay=0.05 if model.startswith("cvt_13") else 0.1,
-        ),
+        optim=OptimConfig("adamw", lr=2.5e-4, lr_batch=256, weight_decay=decay),
         schedule=ScheduleConfig(epochs=300, steps=None, warmup=5, eval_every=1),
         objective=ObjectiveConfig(label_smoothing=0.1),
         engine=EngineConfig(batch_size=2048, channels_last=True),
@@ -422,21 +417,15 @@ def finetune(
     Cost: ten minutes, or 50 passes over the images.
     Expect: depends on the images.
     """
-    base = photos(model, img_size, seed)
-    small = is_small(model, img_size)
-    return dataclasses.replace(
-        base,
-        recipe="finetune",
-        model=ModelConfig(model, img_size=img_size, weights=weights),
-        augment=dataclasses.replace(base.augment, mixup=0.0, cutmix=0.0),
-        optim=dataclasses.replace(base.optim, layer_decay=0.75)
-        if small
-        else OptimConfig(
-            "adamw", lr=1e-3, lr_batch=256, weight_decay=0.05, layer_decay=0.75, clip_grad=1.0
-        ),
-        schedule=ScheduleConfig(
-            steps=500, warmup=50, warmup_lr=0.0, min_lr=1e-6, eval_every=50, patience=150
-        ),
+    slower = {} if is_small(model, img_size) else {"lr_batch": 256, "clip_grad": 1.0}
+    length = {"steps": 500, "warmup": 50, "eval_every": 50, "patience": 150}
+    return _as(
+        photos(model, img_size, seed),
+        "finetune",
+        model={"weights": weights, "overrides": {}},
+        augment={"mixup": 0.0, "cutmix": 0.0},
+        optim={"layer_decay": 0.75} | slower,
+        schedule=length | {"warmup_lr": 0.0, "min_lr": 1e-6},
     )
 
 
