@@ -14,7 +14,7 @@ import torch
 from locality import training
 from locality.checkpoints.run_state import load_best_state
 from locality.errors import Interrupted, UserError
-from locality.training import RunConfig, RunFolder, replace, resolved_run, state
+from locality.training import RunConfig, RunFolder, devices, replace, state
 from locality.training.loop import Loop
 
 from .conftest import EVERYTHING, assert_same_run, tiny, train, train_interrupted
@@ -111,7 +111,7 @@ def half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     def scaler(device: str, enabled: bool) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(device, 2.0**19, growth_interval=2, enabled=enabled)
 
-    monkeypatch.setattr(resolved_run, "choose_precision", lambda *_: "fp16-mixed")
+    monkeypatch.setattr(devices, "choose_precision", lambda *_: "fp16-mixed")
     monkeypatch.setattr(state, "GradScaler", scaler)
 
 

@@ -36,13 +36,8 @@ from locality.data.loader import translate_killed_worker
 from locality.errors import UserError, prefix_errors, some
 from locality.files import csv_text, read_rows, write_atomic
 from locality.models import count_macs
+from locality.training import devices
 from locality.training.config import Precision, read_config
-from locality.training.devices import (
-    accumulation_dtype,
-    autocast,
-    choose_precision,
-    resolve_accelerator,
-)
 
 _log = logging.getLogger("locality")
 
@@ -98,7 +93,7 @@ def evaluate_opened(
     """
     checks.one_of("precision", precision, get_args(Precision))
     checks.integer("batch_size", batch_size, 1)
-    device = torch.device(resolve_accelerator(accelerator))
+    device = torch.device(devices.resolve_accelerator(accelerator))
     model = opened.module()
     splits = open_for(opened, data, seed) if splits is None else splits
     preprocessing = opened.preprocessing
@@ -114,14 +109,14 @@ def evaluate_opened(
         pin_memory=device.type == "cuda",
     )
     macs = count_macs(model, preprocessing.size) if precision == "auto" else 0
-    chosen = choose_precision(precision, device.type, macs)
+    chosen = devices.choose_precision(precision, device.type, macs)
 
     def checked(batch: Batch, logits: Tensor) -> None:
         opened.check_logits(logits)
         if on_batch is not None:
             on_batch(batch, logits)
 
-    with autocast(device.type, chosen):
+    with devices.autocast(device.type, chosen):
         result = evaluate(
             model.to(device), loader, device, label_sets=splits.val.label_sets, on_batch=checked
         )
@@ -219,7 +214,8 @@ def evaluate(
     """
     was_training = model.training
     model.eval()
-    totals = torch.zeros(4, dtype=accumulation_dtype(torch.device(device)), device=device)
+    dtype = devices.accumulation_dtype(torch.device(device))
+    totals = torch.zeros(4, dtype=dtype, device=device)
     try:
         batches = iter(loader)
         for _ in range(len(loader) if num_batches is None else num_batches):
@@ -283,7 +279,8 @@ class PredictionCollector:
     """
 
     def __init__(self, images: int, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008
-        self.table = torch.zeros(images, 2, dtype=accumulation_dtype(device), device=device)
+        dtype = devices.accumulation_dtype(device)
+        self.table = torch.zeros(images, 2, dtype=dtype, device=device)
 
     def __call__(self, batch: Batch, logits: Tensor) -> None:
         best = logits.softmax(dim=1).max(dim=1)
@@ -347,21 +344,17 @@ class Predictions:
             f"{path} is not a table of predictions for the classes of its run; delete it and "
             f"write it again with `locality report --record`"
         )
-        cells: dict[str, Any] = {"index": int, "path": str, "confidence": float}
-        cells |= {"label": number.__getitem__, "prediction": number.__getitem__}
+        kinds = (int, str, number.__getitem__, number.__getitem__, float)
+        cells: dict[str, Any] = dict(zip(_COLUMNS, kinds, strict=True))
         with prefix_errors(sentence):
             rows = read_rows(path, cells)
-            found = cls(
-                classes,
-                np.array([int(row["index"]) for row in rows], dtype=np.int64),
-                [row["path"] for row in rows],
-                np.array([number[row["label"]] for row in rows], dtype=np.int64),
-                np.array([number[row["prediction"]] for row in rows], dtype=np.int64),
-                np.array([float(row["confidence"]) for row in rows]),
+            indices, paths, labels, predicted, confidence = (
+                [convert(row[name]) for row in rows] for name, convert in cells.items()
             )
-            if not ((found.confidence >= 0) & (found.confidence <= 1)).all():
+            if not all(0 <= value <= 1 for value in confidence):
                 raise UserError("a confidence is outside 0 to 1")
-            return found
+        indices, labels, predicted = np.array([indices, labels, predicted], dtype=np.int64)
+        return cls(classes, indices, paths, labels, predicted, np.array(confidence, dtype=float))
 
     @property
     def right(self) -> npt.NDArray[np.bool_]:

@@ -13,17 +13,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from locality import machine
-from locality.data import DataSplits, open_data
+from locality.data import DataSplits, ImageSource, open_data
 from locality.data.classes import imbalance
 from locality.errors import UserError, some
 from locality.models import ImageClassifier, count_macs, count_parameters
+from locality.training import devices
 from locality.training.config import RunConfig
-from locality.training.devices import (
-    autocast,
-    choose_precision,
-    process_layout,
-    resolve_accelerator,
-)
 from locality.training.model import initialize_model, meta_model
 from locality.training.objective import check_teacher
 from locality.training.optim import Plan, check_optimizer, make_plan
@@ -72,12 +67,13 @@ class ResolvedRun:
         self.plan = make_plan(config, len(self.splits.train))
         self.notes = check_classes(self.splits, self.plan)
         model = meta_model(config, len(self.splits.classes))
-        self.device_type = resolve_accelerator(config.engine.accelerator)
-        devices, nodes = process_layout(config.engine, self.device_type)
-        self.world_size = devices * nodes
+        self.device_type = devices.resolve_accelerator(config.engine.accelerator)
+        processes, nodes = devices.process_layout(config.engine, self.device_type)
+        self.world_size = processes * nodes
         self.micro_batch = config.micro_batch(self.world_size)
         self.macs = count_macs(model)
-        self.precision = choose_precision(config.engine.precision, self.device_type, self.macs)
+        wanted = config.engine.precision
+        self.precision = devices.choose_precision(wanted, self.device_type, self.macs)
         self.parameters = count_parameters(model)
         self.trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self.buffers = sum(b.numel() * b.element_size() for b in model.buffers())
@@ -106,7 +102,7 @@ class ResolvedRun:
 
     def autocast(self) -> torch.autocast:
         """torch.autocast for the run's precision."""
-        return autocast(self.device_type, self.precision)
+        return devices.autocast(self.device_type, self.precision)
 
     @property
     def state(self) -> dict[str, int]:
@@ -138,7 +134,8 @@ class ResolvedRun:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.device(kind):
             model.to_empty(device=kind)
             images = torch.empty(self.micro_batch, 3, *self.img_size)
-            return saved_activations(model, images, partial(autocast, kind, self.precision))
+            autocast = partial(devices.autocast, kind, self.precision)
+            return saved_activations(model, images, autocast)
 
     def check_memory(self) -> None:
         """Check that the run fits into this machine's memory.
@@ -208,6 +205,12 @@ def saved_activations(model: nn.Module, images: Tensor, autocast: Callable[[], A
     return total
 
 
+def class_counts(source: ImageSource, classes: Sequence[str]) -> dict[str, int]:
+    """Number of images by class."""
+    counts = np.bincount(source.labels, minlength=len(classes)).tolist()
+    return dict(zip(classes, counts, strict=True))
+
+
 def check_classes(splits: DataSplits, plan: Plan) -> list[str]:
     """Notes on empty classes and large batches.
 
@@ -221,14 +224,13 @@ def check_classes(splits: DataSplits, plan: Plan) -> list[str]:
         )
     notes = []
     for source, what in ((splits.train, "training"), (splits.val, "validation")):
-        counts = np.bincount(source.labels, minlength=len(splits.classes))
-        if empty := [splits.classes[label] for label in np.flatnonzero(counts == 0)]:
+        counts = class_counts(source, splits.classes)
+        if empty := [name for name, count in counts.items() if not count]:
             notes.append(
                 f"{len(empty)} of {len(splits.classes):,} classes have no {what} images: "
                 f"{some(empty)}"
             )
-    counts = np.bincount(splits.train.labels, minlength=len(splits.classes)).tolist()
-    if uneven := imbalance(dict(zip(splits.classes, counts, strict=True))):
+    if uneven := imbalance(class_counts(splits.train, splits.classes)):
         notes.append(uneven)
     if plan.batch_size > len(splits.train):
         notes.append(
