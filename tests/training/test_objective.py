@@ -189,4 +189,4 @@ def test_a_teachers_state_dict_is_chosen_by_its_entry(tmp_path):
     chosen = dataclasses.replace(config, teacher_entry="state_dict_ema")
     loaded = load_teacher(chosen, Preprocessing(), "0123456789")[0].model.state_dict()
     for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(loaded[name], 0.5 * tensor)
+        torch.testing.assert_close(loaded[f"model.{name}"], 0.5 * tensor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,19 @@ from timm.data import Mixup
 from torch import Tensor, nn
 
 from locality.checkpoints import open_model
-from locality.checkpoints.resolve import read
 from locality.data.classes import class_difference, joinable, numbered
 from locality.data.config import AugmentConfig, Preprocessing
 from locality.errors import UserError, unknown
-from locality.models.factory import TimmConfig
+from locality.models.variants import PREFIX
 from locality.training.config import ObjectiveConfig
 from locality.training.devices import accumulation_dtype
 
 
+@dataclass(eq=False)
 class Objective:
     """Mixup, cutmix and the loss.
 
-    Args:
+    Attributes:
         config: settings of the loss.
         augment: settings of mixup and cutmix.
         num_classes: number of classes.
@@ -37,19 +38,15 @@ class Objective:
         class_weights: (classes,), weights of the classes in the cross entropy.
     """
 
-    def __init__(
-        self,
-        config: ObjectiveConfig,
-        augment: AugmentConfig,
-        num_classes: int,
-        teacher: Teacher | None = None,
-        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        class_weights: Tensor | None = None,
-    ) -> None:
-        self.config = config
-        self.teacher = teacher
-        self.autocast = autocast
-        self.class_weights = class_weights
+    config: ObjectiveConfig
+    augment: AugmentConfig
+    num_classes: int
+    teacher: Teacher | None = None
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    class_weights: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        augment = self.augment
         self._mixup: Mixup | None = None
         if (augment.mixup or augment.cutmix) and augment.mixup_prob:
             self._mixup = Mixup(
@@ -57,8 +54,8 @@ class Objective:
                 cutmix_alpha=augment.cutmix,
                 prob=augment.mixup_prob,
                 switch_prob=augment.mixup_switch_prob,
-                label_smoothing=config.label_smoothing,
-                num_classes=num_classes,
+                label_smoothing=self.config.label_smoothing,
+                num_classes=self.num_classes,
             )
 
     def mix(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -201,20 +198,16 @@ def load_teacher(
     assert config.teacher is not None
     model: nn.Module
     names: tuple[str, ...] | None = None
-    if Path(config.teacher).exists():
-        opened = open_model(config.teacher, entry=config.teacher_entry)
+    place, variant = config.teacher, None
+    if config.teacher_weights is not None:
+        place, variant = config.teacher_weights, PREFIX + config.teacher
+    if Path(place).exists():
+        opened = open_model(place, variant, config.teacher_entry)
         model, own, names = opened.module(), opened.preprocessing, joinable(opened.classes)
     else:
-        if config.teacher_weights is None:
-            model = timm.create_model(config.teacher, pretrained=True)
-        else:
-            like = TimmConfig.named(config.teacher)
-            held: Any = read(config.teacher_weights, entry=config.teacher_entry, like=like).build()
-            model = held.model
+        model = timm.create_model(config.teacher, pretrained=True)
         wanted = timm.data.resolve_model_data_config(model)
-        own = Preprocessing(
-            tuple(wanted["input_size"][-2:]), tuple(wanted["mean"]), tuple(wanted["std"])
-        )
+        own = Preprocessing(wanted["input_size"][-2:], wanted["mean"], wanted["std"])
     if names is not None:
         if set(classes) - set(names):
             raise UserError(
