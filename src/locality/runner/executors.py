@@ -144,10 +144,7 @@ class LocalExecutor(Executor):
         self._idle = [_Worker(self.threads, gpus[n % len(gpus)]) for n in reversed(range(jobs))]
 
     def submit(self, runs: Sequence[Run]) -> Sequence[_Worker]:
-        workers = [self._idle.pop() for _ in runs]
-        for worker, run in zip(workers, runs, strict=True):
-            worker.start(run)
-        return workers
+        return [self._idle.pop().start(run) for run in runs]
 
     def error(self, job: _Worker) -> str | None:
         self._idle.append(job)
@@ -175,7 +172,7 @@ class _Worker:
         self._process: Any = None
         self._connection: Any = None
 
-    def start(self, run: Run) -> None:
+    def start(self, run: Run) -> _Worker:
         if self._process is None or not self._process.is_alive():
             # A forked child would inherit locks of other threads.
             context = multiprocessing.get_context("spawn")
@@ -185,6 +182,7 @@ class _Worker:
             self._process.start()
             child.close()
         self._connection.send(run)
+        return self
 
     def done(self) -> bool:
         """Whether the run or the process has ended."""

@@ -123,15 +123,9 @@ def content_folder(root: Path, config: RunConfig, task: str = TRAIN) -> Path:
 def with_needs(runs: Iterable[Run]) -> list[Run]:
     """Runs and their dependencies, each folder once, dependencies first."""
     ordered: dict[Path, Run] = {}
-
-    def add(run: Run) -> None:
-        if run.folder not in ordered:
-            for needed in run.needs:
-                add(needed)
-            ordered[run.folder] = run
-
     for run in runs:
-        add(run)
+        for each in (*with_needs(run.needs), run):
+            ordered.setdefault(each.folder, each)
     return list(ordered.values())
 
 

@@ -7,12 +7,13 @@ importing torch.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -58,19 +59,19 @@ class ModelConfig:
         check(self, "model.")
         if self.entry is not None and self.weights is None:
             raise UserError("model.entry is set but model.weights is not")
-        known = settings_of(ModelConfig, "model.") | model_settings(self.name)
-        for name, value in self.overrides.items():
-            if name in ("img_size", "patch_size", "num_classes", "in_chans"):
+        for name in ("img_size", "patch_size", "num_classes", "in_chans"):
+            if name in self.overrides:
                 told = f"give model.{name}" if "size" in name else "the data decides it"
                 raise UserError(f"model.overrides has '{name}'; {told}")
-            if self.name.startswith(PREFIX):
-                continue
+        if self.name.startswith(PREFIX):
+            return
+        known = settings_of(ModelConfig, "model.") | model_settings(self.name)
+        for name, value in self.overrides.items():
             if f"model.{name}" not in known:
                 raise unknown_setting(f"model.{name}", known, f"setting of {self.name}")
             if value is not None:
                 checks.typed(f"model.{name}", value, known[f"model.{name}"].hint)
-        if not self.name.startswith(PREFIX):
-            variant(self.name).config.with_overrides(**self.fields)
+        variant(self.name).config.with_overrides(**self.fields)
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -399,16 +400,10 @@ def check_folder(folder: Path, config: RunConfig) -> None:
         )
 
 
-@contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def writing(folder: Path) -> AbstractContextManager[None]:
     """Raise an error that names the run folder if writing to it fails in the block."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"run folder {folder} cannot be written to ({error.strerror}); choose another, or "
-            f"free disk space and check its permissions"
-        ) from error
+    sentence = f"run folder {folder} cannot be written to; check its disk and its permissions"
+    return wrap_errors(sentence, OSError)
 
 
 def run_folders(folders: Iterable[Path | str]) -> list[Path]:
@@ -460,9 +455,7 @@ def changed_settings(
 
 
 def describe_changes(changed: list[tuple[str, Any, Any]]) -> str:
-    def shown(value: Any) -> str:
-        return json.dumps(value, ensure_ascii=False)
-
+    shown = partial(json.dumps, ensure_ascii=False)
     return "; ".join(f"{name}: {shown(old)} there, {shown(new)} now" for name, old, new in changed)
 
 

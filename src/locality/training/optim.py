@@ -270,23 +270,12 @@ class Muon(reference.Muon):
         for p in parameters:
             if "step" not in self.state[p]:
                 self.state[p]["step"] = torch.zeros((), device=p.device if group["fused"] else None)
+        gradients: Any = [p.grad for p in parameters]
+        steps = [self.state[p]["step"] for p in parameters]
+        options = {name: group[name] for name in ("lr", "weight_decay", "eps", "fused")}
         beta1, beta2 = group["betas"]
-        adamw(
-            parameters,
-            [p.grad for p in parameters],  # type: ignore[misc]
-            means,
-            squares,
-            [],
-            [self.state[p]["step"] for p in parameters],
-            fused=group["fused"],
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        options |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
+        adamw(parameters, gradients, means, squares, [], steps, **options)
 
     def _muon(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """Update matrices of one shape or its transpose."""

@@ -206,7 +206,11 @@ class Peers:
         """Why another process has ended unexpectedly, or None."""
         if self._parent is not None and os.getppid() != self._parent:
             return ProcessKilled("rank 0 of the run", resumes=True)
-        self.take_children()
+        # Fabric's observer thread would kill this process when one of these fails, before it
+        # reports the cause.
+        started = getattr(self._launcher, "procs", [])
+        _children.extend(started)
+        started.clear()
         codes = {rank: code for rank, child in enumerate(_children, 1) if (code := child.poll())}
         if not codes:
             return None
@@ -240,16 +244,6 @@ class Peers:
             # All ranks have raised it.
             return SystemExit(0 if reported else getattr(outcome, "exit_code", 1))
         return SystemExit(outcome.exit_code) if reported else outcome
-
-    def take_children(self) -> list[subprocess.Popen[bytes]]:
-        """The processes that Fabric started, removed from Fabric's observer thread.
-
-        That thread would kill this process when one of them fails, before it reports the cause.
-        """
-        started = getattr(self._launcher, "procs", [])
-        _children.extend(started)
-        started.clear()
-        return _children
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
