@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +22,38 @@ from locality.training.run_folder import FolderLock
 from .conftest import tiny, train
 
 HOLD = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from locality.training.run_folder import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
-getattr(lock, sys.argv[2])()
-print("held", flush=True)
+lock.acquire()
+worker = os.fork()
+if worker:
+    print(worker, flush=True)
 time.sleep(60)
 """
 
 
 @contextmanager
-def holder(path: Path, how: str) -> Iterator[subprocess.Popen[str]]:
+def holder(path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that holds a lock, and the number of one that it has forked."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(path), how], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
+    worker = int(process.stdout.readline())
     try:
-        yield process
+        yield process, worker
     finally:
         process.kill()
         process.wait()
+        with suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
 
 
 @pytest.mark.slow
 def test_a_second_process_is_refused_at_once_with_who_holds_the_folder(tmp_path):
-    with holder(tmp_path / "lock", "acquire") as process:
+    with holder(tmp_path / "lock") as (process, _):
         started = time.monotonic()
         with pytest.raises(UserError, match=f"process {process.pid} on"):
             FolderLock(tmp_path / "lock").acquire(timeout=30)
@@ -55,33 +62,31 @@ def test_a_second_process_is_refused_at_once_with_who_holds_the_folder(tmp_path)
 
 @pytest.mark.slow
 def test_a_killed_process_leaves_the_folder_free(tmp_path):
-    with holder(tmp_path / "lock", "acquire") as process:
+    with holder(tmp_path / "lock") as (process, worker):
         process.kill()
         process.wait()
+        os.kill(worker, signal.SIGKILL)
         lock = FolderLock(tmp_path / "lock")
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=5)
         lock.release()
 
 
 @pytest.mark.slow
 def test_the_folder_is_taken_while_any_process_of_the_run_lives(tmp_path):
-    with holder(tmp_path / "lock", "acquire") as launcher, holder(tmp_path / "lock", "join"):
-        launcher.kill()
-        launcher.wait()
+    with holder(tmp_path / "lock") as (process, _):
+        process.kill()
+        process.wait()
         with pytest.raises(UserError, match="remaining processes"):
             FolderLock(tmp_path / "lock").acquire(timeout=0.2)
-    FolderLock(tmp_path / "lock").acquire(timeout=0)
+    FolderLock(tmp_path / "lock").acquire(timeout=5)
 
 
 @pytest.mark.slow
 def test_what_is_left_of_a_run_is_waited_for(tmp_path):
-    with (
-        holder(tmp_path / "lock", "acquire") as launcher,
-        holder(tmp_path / "lock", "join") as rest,
-    ):
-        launcher.kill()
-        launcher.wait()
-        killer = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -9 {rest.pid}"])
+    with holder(tmp_path / "lock") as (process, worker):
+        process.kill()
+        process.wait()
+        killer = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -9 {worker}"])
         FolderLock(tmp_path / "lock").acquire(timeout=30)
         killer.wait()
 

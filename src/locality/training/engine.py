@@ -9,11 +9,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import traceback
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from lightning_fabric import Fabric
 from torch.multiprocessing import ProcessExitedException
 
@@ -30,8 +30,8 @@ from locality.training.devices import create_fabric
 from locality.training.loop import Loop, Replan
 from locality.training.model import build_model, initialize_model
 from locality.training.processes import Peers, SignalHandler, end_children, forward_signals
-from locality.training.recorder import Recorder, restore_metrics
-from locality.training.resolved_run import ResolvedRun
+from locality.training.recorder import NoRecorder, Recorder, restore_metrics
+from locality.training.resolved_run import ResolvedRun, class_counts
 from locality.training.run_folder import RunFolder
 from locality.training.state import Components, TrainState
 
@@ -68,24 +68,21 @@ def train(
     return launch(Training(config, RunFolder(folder), quiet, replan))
 
 
+@dataclass
 class Training:
     """The training of each process; subclasses may use other images or another loss.
 
-    Args:
+    Attributes:
         config: the complete run.
         folder: its folder.
         quiet: print nothing.
         replan: as for `train`.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        folder: RunFolder,
-        quiet: bool = False,
-        replan: Replan | None = None,
-    ) -> None:
-        self.config, self.folder, self.quiet, self.replan = config, folder, quiet, replan
+    config: RunConfig
+    folder: RunFolder
+    quiet: bool = False
+    replan: Replan | None = None
 
     def resolve(self) -> ResolvedRun:
         """The run with its data."""
@@ -166,7 +163,6 @@ def _train(training: Training, fabric: Fabric) -> dict[str, Any] | Exception:
         return shared
     name, fingerprint, notes = shared
     if opened is None:  # another rank, after rank 0 has checked everything
-        folder.lock.join()
         resumed = read_checkpoint(folder.checkpoints.path / name) if name else None
         opened = training.resolve(), resumed, None
     run, checkpoint, initial = opened
@@ -181,16 +177,17 @@ def _train(training: Training, fabric: Fabric) -> dict[str, Any] | Exception:
         parts = training.components(fabric, run, model)
         notes += parts.notes
         state = TrainState() if checkpoint is None else parts.load(checkpoint)
-        written = folder if fabric.is_global_zero else None
-        with contextlib.closing(Recorder(written, run, state, quiet)) as recorder:
+        recorder: Any = NoRecorder()
+        if fabric.is_global_zero:
+            recorder = Recorder(folder, run, state, quiet)
+            folder.record_start(config, state.step, str(fabric.device), run.precision)
+            if state.step:
+                notes.insert(0, f"resumed after step {state.step:,}")
+            lines = [f"run {folder.path}, seed {config.seed}", *str(run).splitlines()]
+            lines += [f"note    {note}" for note in notes]
+            recorder.log("\n  ".join(lines))
+        with contextlib.closing(recorder):
             loop = Loop(fabric, run, parts, recorder, signals, state, fingerprint, training.replan)
-            if fabric.is_global_zero:
-                folder.record_start(config, state.step, str(fabric.device), run.precision)
-                if state.step:
-                    notes.insert(0, f"resumed after step {state.step:,}")
-                lines = [f"run {folder.path}, seed {config.seed}", *str(run).splitlines()]
-                lines += [f"note    {note}" for note in notes]
-                recorder.log("\n  ".join(lines))
             return fabric.broadcast(recorder.finish(loop.run(), fingerprint))
 
 
@@ -218,7 +215,12 @@ def _open_on_rank0(training: Training) -> tuple[Any, _Opened | None]:
     splits, record = run.splits, ImageFingerprint.of(run.splits)
     result = folder.read_result(whole=True)
     if result is not None:
-        _check_finished(folder, config, result, record)
+        found = _differences(folder, record, result.get("images"))
+        if found and config.data.on_changed_images == "error":
+            raise UserError(
+                f"run folder {folder.path} has finished on other images ({found}); train on these "
+                f"in a new folder (--output), or restore its images"
+            )
         return result, None
     folder.check_space(run.checkpoint_bytes, best=run.plan.patience is not None)
     checkpoint, name, passed_over = folder.checkpoints.load()
@@ -233,21 +235,8 @@ def _open_on_rank0(training: Training) -> tuple[Any, _Opened | None]:
         notes += [note for note in [verify(splits.val)] if note]
     write_atomic(folder.images_file, record.table)
     folder.write_json(folder.classes_file, splits.classes)
-    counts = np.bincount(splits.train.labels, minlength=len(splits.classes)).tolist()
-    folder.write_json(folder.counts_file, dict(zip(splits.classes, counts, strict=True)))
+    folder.write_json(folder.counts_file, class_counts(splits.train, splits.classes))
     return (name, record.fingerprint, notes), (run, checkpoint, initial)
-
-
-def _check_finished(
-    folder: RunFolder, config: RunConfig, result: dict[str, Any], record: ImageFingerprint
-) -> None:
-    """Check that a finished run is requested with its own images."""
-    found = _differences(folder, record, result.get("images"))
-    if found and config.data.on_changed_images == "error":
-        raise UserError(
-            f"run folder {folder.path} has finished on other images ({found}); train on these in "
-            f"a new folder (--output), or restore its images"
-        )
 
 
 def _check_images(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -51,14 +51,15 @@ def seed_pass(seed: int, rank: int, step: int, micro: int, device: torch.device)
         torch.mps.manual_seed(key & 0xFFFF_FFFF)
 
 
+@dataclass(eq=False)
 class Loop:
     """The training loop of one process.
 
-    Args:
+    Attributes:
         fabric: devices and processes.
-        run: the run.
+        resolved: the run.
         parts: model, optimiser and so on, on their device.
-        recorder: writes logs and checkpoints on rank 0.
+        recorder: writes logs and checkpoints; `NoRecorder` on ranks other than 0.
         signals: the signals this process has received.
         state: the counters, new or from a checkpoint.
         fingerprint: fingerprint of the images, saved in checkpoints.
@@ -66,26 +67,19 @@ class Loop:
             saved or evaluated yet: the steps so far do not depend on the length.
     """
 
-    def __init__(
-        self,
-        fabric: Fabric,
-        run: ResolvedRun,
-        parts: Components,
-        recorder: Recorder,
-        signals: SignalHandler,
-        state: TrainState,
-        fingerprint: str = "",
-        replan: Replan | None = None,
-    ) -> None:
-        self.fabric = fabric
+    fabric: Fabric
+    resolved: ResolvedRun
+    parts: Components
+    recorder: Recorder
+    signals: SignalHandler
+    state: TrainState
+    fingerprint: str = ""
+    replan: Replan | None = None
+
+    def __post_init__(self) -> None:
+        fabric, run = self.fabric, self.resolved
         self.config, self.plan, self.splits = run.config, run.plan, run.splits
-        self.replan = replan
-        self.autocast = run.autocast
-        self.parts = parts
-        self.recorder = recorder
-        self.state = state
-        self.fingerprint = fingerprint
-        self.collectives = Collectives(fabric, signals)
+        self.collectives = Collectives(fabric, self.signals)
         engine, data = self.config.engine, self.config.data
         self.memory_format = torch.channels_last if engine.channels_last else torch.preserve_format
         self._saved = self.state.step or -1  # step of the last checkpoint; step 0 has none
@@ -123,8 +117,7 @@ class Loop:
         batches: Iterator[Batch] | None = None
         try:
             while True:
-                if self._may_replan():
-                    self._replan()
+                if self._replan():
                     batches = None
                 # Before the evaluation, which may fail.
                 if self._saved != state.step and self.plan.saves(state.step):
@@ -159,26 +152,23 @@ class Loop:
         finally:
             self._eval_loader.close()
 
-    def _may_replan(self) -> bool:
+    def _replan(self) -> bool:
+        """At the end of warm-up, take the length from `replan` as if the run had always had it."""
         begun = 0 < self.state.step == self.plan.warmup
         untouched = self._saved < 0 and self.state.evaluated < 0
-        return begun and untouched and self.replan is not None and self.collectives.is_single
-
-    def _replan(self) -> None:
-        """Continue with the length from `replan`, as if the run had always had it."""
-        assert self.replan is not None
-        config = self.replan(self.state.step, self.recorder.seconds)
-        run = ResolvedRun(config, self.splits)
-        self.config, self.plan = config, run.plan
-        self.parts.schedule = create_schedule(self.parts.optimizer, run.plan).step_update
+        if self.replan is None or not (begun and untouched and self.collectives.is_single):
+            return False
+        run = ResolvedRun(self.replan(self.state.step, self.recorder.seconds), self.splits)
+        self.config, self.plan = run.config, run.plan
+        self.parts.schedule = create_schedule(self.parts.optimizer, run.plan)
         self.recorder.replan(run)
-        self.replan = None
+        return True
 
     def train_step(self, batches: Iterator[Batch]) -> int:
         """Make one update; returns the signal that asks to stop, or 0."""
         parts, engine, state = self.parts, self.config.engine, self.state
         device = self.fabric.device
-        parts.schedule(state.step)
+        parts.schedule.step_update(state.step)
         is_single = self.collectives.is_single
         total: Any = 0
         before = self._copy_buffers()
@@ -195,7 +185,7 @@ class Loop:
             labels = batch.targets.to(device, non_blocking=True)
             images, targets = parts.objective.mix(images, labels)
             with self.fabric.no_backward_sync(parts.forward, enabled=not last and not is_single):
-                with self.autocast():
+                with self.resolved.autocast():
                     outputs = parts.forward(images)
                 loss = parts.objective.loss(outputs, targets, images)
                 total = parts.objective.batch_metrics(loss, outputs, targets) + total
@@ -271,31 +261,25 @@ class Loop:
 
     def _skip_update(self, reason: str, before: list[Tensor]) -> None:
         """Skip this update, or stop the run if no more may be skipped."""
-        state = self.state
-        allowed = self.config.engine.max_bad_losses
-        if state.bad_losses < allowed:
-            state.bad_losses += 1
-            self._restore(before)
-            self.recorder.log(
-                f"step {state.step + 1}: {reason}; update skipped "
-                f"({state.bad_losses} of {allowed} allowed)"
+        state, allowed = self.state, self.config.engine.max_bad_losses
+        if state.bad_losses >= allowed:
+            kept = f"the checkpoint of step {self._saved} is kept"
+            raise self._diverged(
+                f"{reason} in step {state.step + 1} after {state.bad_losses} skipped updates "
+                f"(engine.max_bad_losses); {kept if self._saved >= 0 else 'no checkpoint exists'}"
             )
-            return
-        skipped = f" after {state.bad_losses} skipped updates" if allowed else ""
-        kept = "there is no checkpoint yet"
-        if self._saved >= 0:
-            kept = f"the last good checkpoint is that of step {self._saved}"
-        raise self._diverged(
-            f"{reason} in step {state.step + 1}",
-            f"{skipped}; the update was not made, and {kept}",
-            ", or allow engine.max_bad_losses",
+        state.bad_losses += 1
+        self._restore(before)
+        self.recorder.log(
+            f"step {state.step + 1}: {reason}; update skipped "
+            f"({state.bad_losses} of {allowed} allowed)"
         )
 
-    def _diverged(self, what: str, more: str = "", also: str = "") -> NonFiniteLoss:
+    def _diverged(self, what: str) -> NonFiniteLoss:
         rate = self.parts.optimizer.param_groups[0]["lr"]
         return NonFiniteLoss(
-            f"{what} at learning rate {rate:.3g}{more}. Lower optim.lr, set optim.clip_grad{also}, "
-            f"in a new run folder"
+            f"{what}. Lower optim.lr (the learning rate is {rate:.3g}) or set optim.clip_grad, in "
+            f"a new run folder"
         )
 
     def _evaluate(self) -> None:
@@ -305,7 +289,7 @@ class Loop:
         # Running statistics differ between processes; those of rank 0 are saved.
         self.collectives.broadcast(list(model.buffers()))
         collector = PredictionCollector(len(self.splits.val), self.fabric.device)
-        with self.autocast():
+        with self.resolved.autocast():
             found = evaluate(
                 model,
                 self._eval_loader,
@@ -318,8 +302,10 @@ class Loop:
                 on_batch=collector,
             )
         if not math.isfinite(found["loss"]):
-            reason = f"the loss on {found['n']} validation images is {found['loss']}"
-            raise self._diverged(f"{reason} after step {state.step}")
+            raise self._diverged(
+                f"the loss on {found['n']} validation images is {found['loss']} after step "
+                f"{state.step}"
+            )
         self.collectives.all_reduce(collector.table)
         row = {
             "step": state.step,

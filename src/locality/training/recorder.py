@@ -1,4 +1,4 @@
-"""Rank-0 logging and checkpointing. Does nothing on other ranks."""
+"""Logging and checkpointing on rank 0."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,7 +16,7 @@ from lightning_fabric.loggers import TensorBoardLogger
 from safetensors.torch import save
 from tqdm import tqdm
 
-from locality.errors import UserError, printable
+from locality.errors import printable
 from locality.files import CsvTable, atomic_file, csv_text, number, write_atomic
 from locality.models import ImageClassifier
 from locality.training.cost import format_duration
@@ -44,38 +44,40 @@ _MEDIAN_STEPS = 20
 
 
 def restore_metrics(folder: RunFolder, checkpoint: Mapping[str, Any]) -> list[str]:
-    """Restore the rows of metrics.csv from a checkpoint, if they were changed.
-
-    Later rows are not compared; the run repeats their steps.
+    """Restore metrics.csv from a checkpoint, unless it only has more rows, which are repeated.
 
     Returns:
         notes on what was restored.
     """
-    file = folder.metrics_file
-    what = "was changed" if file.exists() else "is missing"
-    table = CsvTable(file, METRICS)
-    with contextlib.suppress(UserError):
-        if table.as_text(table.rows(checkpoint["progress"]["evaluated"])) == checkpoint["metrics"]:
-            return []
-    write_atomic(file, csv_text([METRICS]) + checkpoint["metrics"])
-    return [f"{file} {what}: its rows are restored from the checkpoint"]
+    file, text = folder.metrics_file, csv_text([METRICS]) + checkpoint["metrics"]
+    if file.exists() and file.read_text(errors="replace").startswith(text):
+        return []
+    write_atomic(file, text)
+    return [f"{file} was changed or is missing: its rows are restored from the checkpoint"]
+
+
+class NoRecorder:
+    """The `Recorder` of ranks other than 0: its methods do nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
 
 
 class Recorder:
-    """Writes logs, metrics and checkpoints on rank 0.
+    """Writes logs, metrics and checkpoints.
 
     Args:
-        folder: the run's folder; None on other ranks, where nothing is written.
+        folder: the run's folder.
         run: the run.
         state: the counters with which the run starts or resumes.
         quiet: print nothing.
     """
 
     def __init__(
-        self, folder: RunFolder | None, run: ResolvedRun, state: TrainState, quiet: bool = False
+        self, folder: RunFolder, run: ResolvedRun, state: TrainState, quiet: bool = False
     ) -> None:
         self._folder, self._run = folder, run
-        self._progress = ProgressBar(run.plan.steps, state.step, quiet or folder is None)
+        self._progress = ProgressBar(run.plan.steps, state.step, quiet)
         self.log = self._progress.log
         # Time is known up to the last evaluation. Steps between it and the checkpoint are assumed
         # to take as long as the others.
@@ -83,26 +85,22 @@ class Recorder:
         self._timed_seconds, self._timed_steps, self._step = 0.0, evaluated, state.step
         self._step_seconds: list[float] = []  # since the last evaluation
         self._skipped = 0
-        self._board: TensorBoardLogger | None = None
-        if folder is None:
-            return
         self._metrics = CsvTable(folder.metrics_file, METRICS)
         self._timing = CsvTable(folder.timing_file, TIMING)
         self._metrics.cut(state.evaluated)
         if rows := self._timing.cut(state.evaluated):
             self._timed_seconds = number(rows[-1]["seconds"]) or 0.0
+        self._board: TensorBoardLogger | None = None
         if run.config.engine.tensorboard and find_spec("tensorboard"):
             purge = evaluated + 1 if evaluated else None  # a resumed run continues its log
-            board = TensorBoardLogger(folder.tensorboard, name="", version="", purge_step=purge)
-            self._board = board
+            self._board = TensorBoardLogger(folder.tensorboard, "", "", purge_step=purge)
 
     def replan(self, run: ResolvedRun) -> None:
         """Continue with another length, and write it to the folder's configuration."""
         steps = self._run.plan.steps
         self._run = run
         self._progress.total = run.plan.steps
-        if (folder := self._locked_folder()) is not None:
-            folder.write_config(run.config)
+        self._locked_folder().write_config(run.config)
         self.log(
             f"step {self._step}: warm-up took {format_duration(self.seconds)}, so there is time "
             f"for {run.plan.steps:,} steps instead of {steps:,}"
@@ -121,9 +119,7 @@ class Recorder:
         Raises:
             CheckpointNotSaved: if the last checkpoint could not be written.
         """
-        if self._folder is None:
-            return
-        self._folder.checkpoints.check()
+        self._locked_folder().checkpoints.check()
         self._timed_seconds += seconds
         self._timed_steps += 1
         self._step = state.step
@@ -139,16 +135,14 @@ class Recorder:
         images = len(self._step_seconds) * self._run.plan.batch_size
         return images / sum(self._step_seconds) if self._step_seconds else 0.0
 
-    def _locked_folder(self) -> RunFolder | None:
-        """The folder to write to, checked to be in place; None on ranks that write nothing."""
-        if self._folder is not None:
-            self._folder.lock.check()
+    def _locked_folder(self) -> RunFolder:
+        """The folder to write to, checked to be in place."""
+        self._folder.lock.check()
         return self._folder
 
     def log_evaluation(self, row: dict[str, Any], images: int, seconds: float) -> None:
         """Record an evaluation on `images` images that took `seconds`."""
-        if self._locked_folder() is None:
-            return
+        self._folder.lock.check()
         timing = {
             "step": row["step"],
             "seconds": round(self.seconds, 3),
@@ -174,9 +168,8 @@ class Recorder:
 
     def write_predictions(self, collector: PredictionCollector) -> None:
         """Write predictions.csv."""
-        if folder := self._locked_folder():
-            splits = self._run.splits
-            collector.write(folder.predictions_file, splits.val, splits.classes)
+        file, splits = self._locked_folder().predictions_file, self._run.splits
+        collector.write(file, splits.val, splits.classes)
 
     def save(self, checkpoint: Mapping[str, Any]) -> None:
         """Save a checkpoint in the background, and skipped.csv if images were skipped.
@@ -184,8 +177,7 @@ class Recorder:
         Raises:
             CheckpointNotSaved: if the previous checkpoint could not be written.
         """
-        if (folder := self._locked_folder()) is None:
-            return
+        folder = self._locked_folder()
         rows = self._metrics.text.partition("\n")[2]
         folder.checkpoints.start({**checkpoint, "metrics": rows})
         skipped = checkpoint["progress"]["skipped"]
@@ -201,8 +193,7 @@ class Recorder:
 
     def keep_best(self) -> None:
         """Keep the last checkpoint as the best."""
-        if folder := self._locked_folder():
-            folder.checkpoints.keep_best()
+        self._locked_folder().checkpoints.keep_best()
 
     def wait_until_saved(self) -> None:
         """Wait until the last checkpoint is on disk.
@@ -210,8 +201,7 @@ class Recorder:
         Raises:
             CheckpointNotSaved: if it could not be written.
         """
-        if self._folder is not None:
-            self._folder.checkpoints.wait()
+        self._folder.checkpoints.wait()
 
     def save_snapshot(self, step: int, model: ImageClassifier) -> None:
         """Save a snapshot of the weights if one is due.
@@ -220,23 +210,21 @@ class Recorder:
             step: updates finished; 0 before the first.
             model: the evaluated model.
         """
-        if (folder := self._locked_folder()) is None:
-            return
         if self._run.plan.snapshots(step):
+            folder = self._locked_folder()
             folder.snapshots.mkdir(exist_ok=True)
             weights = {name: value.contiguous() for name, value in model.state_dict().items()}
             with atomic_file(folder.snapshots / f"step-{step:08d}.safetensors") as file:
                 file.write(save(weights, metadata={"step": str(step)}))
 
     def finish(self, row: dict[str, Any], images: str) -> dict[str, Any]:
-        """Write result.json and return its content; empty on ranks other than 0.
+        """Write result.json and return its content.
 
         Args:
             row: the evaluation of the kept weights.
             images: the fingerprint of the images.
         """
-        if (folder := self._locked_folder()) is None:
-            return {}
+        folder = self._locked_folder()
         run, config, seconds = self._run, self._run.config, self.seconds
         seen = self._step * run.plan.batch_size
         result = {

@@ -19,7 +19,6 @@ lock              held during the run
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import fcntl
 import json
@@ -38,7 +37,7 @@ from locality import settings
 from locality.checkpoints.registry import read_class_names, read_result
 from locality.checkpoints.run_state import CheckpointFolder
 from locality.errors import RunFailed, UserError, wrap_errors
-from locality.files import read_json, read_rows, read_shaped, write_atomic
+from locality.files import read_rows, read_shaped, write_atomic
 from locality.machine import describe_environment
 from locality.training.config import (
     RunConfig,
@@ -104,13 +103,7 @@ class RunFolder:
             config: the run's configuration.
             saved: `computation_settings` when the checkpoint was written.
         """
-        # Settings that a checkpoint of an earlier version lacks are taken from `config`.
-        # Architecture settings are only written if given.
-        model = dataclasses.replace(config.model, overrides={})
-        values = settings.to_dict(dataclasses.replace(config, model=model))
-        for name, value in saved.items():
-            values[name] = {**values[name], **value} if isinstance(value, Mapping) else value
-        before = settings.from_dict(RunConfig, values)
+        before = settings.from_dict(RunConfig, saved)
         if changes := describe_changes(changed_settings(before, config, same_path)):
             raise UserError(
                 f"{self.config_file} was changed since the checkpoint was written ({changes}), "
@@ -229,12 +222,10 @@ def _numbers(table: Path) -> list[dict[str, float]]:
 
 
 class FolderLock:
-    """A lock on a run folder, shared by the processes of one run.
+    """A lock on a run folder, taken by rank 0 and inherited by its data loading processes.
 
-    The main process of a run takes the lock exclusively (`acquire`), which shows that no other run
-    holds it, and then shares it with its other processes (`join`). If the launcher is killed, the
-    folder thus stays locked while one of the run's processes lives. The system releases the lock
-    when the last of them ends. The main process is the one that created this object.
+    Other ranks write nothing. The system releases the lock when the last of its holders ends. The
+    main process of the run, which may have started rank 0, is the one that created this object.
 
     Args:
         path: the lock file; it stays when the lock is released.
@@ -256,23 +247,22 @@ class FolderLock:
         """
         self._file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 (held open on purpose)
         deadline = time.monotonic() + timeout
-        while not self._flock(fcntl.LOCK_EX):
-            if self._holder_is_alive() or time.monotonic() > deadline:
-                self._raise_in_use()
+        while not self._flock(self._file):
+            holder: dict[str, Any] = {}
+            with contextlib.suppress(UserError):  # it has not been written yet
+                holder = read_shaped(self.path, {"pid": int, "host": str})
+            here = holder.get("host") == socket.gethostname()
+            if (here and psutil.pid_exists(holder["pid"])) or time.monotonic() > deadline:
+                self.release()
+                raise UserError(
+                    f"run folder {self.path.parent} is in use by another run (process "
+                    f"{holder.get('pid')} on {holder.get('host')}, or its remaining processes); "
+                    f"wait for it, end it, or choose another folder"
+                )
             time.sleep(0.05)
         self._file.truncate(0)
         json.dump({"pid": self._main_pid, "host": socket.gethostname()}, self._file)
         self._file.flush()
-        self._share()
-
-    def join(self) -> None:
-        """Share the lock in another process of the run.
-
-        Raises:
-            UserError: if another run holds the lock.
-        """
-        self._file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115
-        self._share()
 
     def check(self) -> None:
         """Check, before writing, that the folder is still where it was locked.
@@ -296,15 +286,9 @@ class FolderLock:
             self._file.close()
             self._file = None
 
-    def _share(self) -> None:
-        # Converting the lock releases it for an instant. This fails if another run takes it then.
-        if not self._flock(fcntl.LOCK_SH):
-            self._raise_in_use()
-
-    def _flock(self, kind: int) -> bool:
-        assert self._file is not None
+    def _flock(self, file: IO[str]) -> bool:
         try:
-            fcntl.flock(self._file, kind | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -316,24 +300,3 @@ class FolderLock:
                 stacklevel=2,
             )
         return True
-
-    def _holder(self) -> dict[str, object]:
-        with contextlib.suppress(UserError):
-            return read_json(self.path)
-        return {}
-
-    def _holder_is_alive(self) -> bool:
-        """Whether the main process is on this machine and alive."""
-        holder = self._holder()
-        pid = holder.get("pid")
-        here = holder.get("host") == socket.gethostname()
-        return here and isinstance(pid, int) and psutil.pid_exists(pid)
-
-    def _raise_in_use(self) -> None:
-        holder = self._holder()
-        self.release()
-        raise UserError(
-            f"run folder {self.path.parent} is in use by another run (process {holder.get('pid')} "
-            f"on {holder.get('host')}, or its remaining processes); wait for it, end it, or choose "
-            f"another folder"
-        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +55,7 @@ class Components:
         model: the unwrapped model.
         forward: the model as training calls it: compiled and data parallel.
         optimizer: the optimiser.
-        schedule: sets the learning rates of a step.
+        schedule: the learning rates of each step.
         ema: the averaged weights, if the run keeps them.
         objective: the loss.
         notes: assumptions about the teacher.
@@ -74,8 +73,7 @@ class Components:
         if engine.ema_decay is not None:
             self.ema = ModelEmaV3(model, decay=engine.ema_decay, use_warmup=engine.ema_warmup)
         self.optimizer = create_optimizer(model, config.optim, engine.batch_size)
-        schedule = create_schedule(self.optimizer, run.plan)
-        self.schedule: Callable[[int], None] = schedule.step_update
+        self.schedule = create_schedule(self.optimizer, run.plan)
         teacher = weights = None
         self.notes: list[str] = []
         if config.objective.teacher is not None:
