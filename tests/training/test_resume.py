@@ -52,7 +52,8 @@ def test_resuming_after_any_step_is_exact(step, tmp_path, tmp_path_factory, stop
 def test_a_run_whose_length_changes_after_warm_up_is_one_that_always_had_it(
     steps: int, workers: int, tmp_path: Path, stop_before: Stop
 ) -> None:
-    planned = tiny(data__workers=workers, schedule__patience=STEPS)
+    # The first evaluation is due when warm-up ends.
+    planned = tiny(data__workers=workers, schedule__patience=STEPS, schedule__eval_every=2)
     longer = replace(planned, {"schedule.steps": steps, "schedule.patience": steps})
     asked = []
 

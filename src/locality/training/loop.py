@@ -161,6 +161,8 @@ class Loop:
         run = ResolvedRun(self.replan(self.state.step, self.recorder.seconds), self.splits)
         self.config, self.plan = run.config, run.plan
         self.parts.schedule = create_schedule(self.parts.optimizer, run.plan)
+        # An evaluation records the rate of the last step, which a new schedule resets.
+        self.parts.schedule.step_update(self.state.step - 1)
         self.recorder.replan(run)
         return True
 
