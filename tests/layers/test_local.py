@@ -25,10 +25,11 @@ def test_a_class_token_is_refused():
 
 def test_a_gated_layer_continues_where_a_convolution_of_its_rank_stopped(truncated_kernel):
     torch.manual_seed(0)
-    layer, gated = LocalConvolution(36, 3), GatedPositionalSelfAttention(36, 9)
+    layer = LocalConvolution(36, 3)
+    gated = GatedPositionalSelfAttention(36, 9, 30.0, locality_strength=100.0)
     with torch.no_grad():
         layer.conv.weight.copy_(truncated_kernel(layer.conv.weight, rank=4))
-    gated.init_from_conv2d_(layer.conv, locality_strength=100.0, gating=30.0)
+    gated.init_from_conv2d_(layer.conv)
     x = torch.randn(2, 42, 36)
     inside = (slice(None), slice(1, -1), slice(1, -1))
     ours, theirs = (net(x, (6, 7)).unflatten(1, (6, 7))[inside] for net in (gated, layer))

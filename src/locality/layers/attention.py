@@ -303,28 +303,6 @@ class GatedPositionalSelfAttention(BasePositionalAttention):
         return AttentionMaps(mixed, content, position, gate.flatten(), query_grid, grid, 0, q, k)
 
     @classmethod
-    def for_conv2d(cls, conv: nn.Conv2d) -> GatedPositionalSelfAttention:
-        """A randomly initialised layer of the shape that can compute a given convolution.
-
-        Raises:
-            ValueError: if attention cannot compute `conv` (see `convolution_window`).
-        """
-        window = convolution_window(conv)
-        heads, width = window.kernel**2 + 1, min(conv.in_channels, conv.out_channels)
-        layer = cls(
-            conv.in_channels,
-            heads,
-            window=window,
-            conv_init=False,
-            head_dim=max(1, conv.in_channels // heads),
-            value_dim=width,
-            out_dim=conv.out_channels,
-        ).to(conv.weight)
-        if conv.bias is None:  # a bias before batch norm would get no gradient
-            layer.proj.register_parameter("bias", None)
-        return layer
-
-    @classmethod
     @torch.no_grad()
     def from_conv2d(
         cls, conv: nn.Conv2d, locality_strength: float, gating: float
@@ -348,11 +326,23 @@ class GatedPositionalSelfAttention(BasePositionalAttention):
         """
         if not gating > 0:
             raise ValueError(f"gating must be above 0, not {gating}")
-        layer = cls.for_conv2d(conv)
-        outputs, values, offsets = whole_convolution(conv, gating, layer.value_dim)
+        window = convolution_window(conv)
+        heads, width = window.kernel**2 + 1, min(conv.in_channels, conv.out_channels)
+        layer = cls(
+            conv.in_channels,
+            heads,
+            window=window,
+            conv_init=False,
+            head_dim=max(1, conv.in_channels // heads),
+            value_dim=width,
+            out_dim=conv.out_channels,
+        ).to(conv.weight)
+        outputs, values, offsets = whole_convolution(conv, gating, width)
         layer.value_weight.copy_(values.flatten(0, 1))
         layer.proj.weight.copy_(outputs.transpose(0, 1).flatten(1))
-        if conv.bias is not None:
+        if conv.bias is None:  # a bias before batch norm would get no gradient
+            layer.proj.register_parameter("bias", None)
+        else:
             layer.proj.bias.copy_(conv.bias)
         layer.v_pos.copy_(attention_centres(offsets, locality_strength))
         layer.gating.fill_(gating)
@@ -365,25 +355,17 @@ class GatedPositionalSelfAttention(BasePositionalAttention):
         return layer
 
     @torch.no_grad()
-    def init_from_conv2d_(
-        self, conv: nn.Conv2d, locality_strength: float | None = None, gating: float | None = None
-    ) -> Tensor:
+    def init_from_conv2d_(self, conv: nn.Conv2d) -> None:
         """Initialise this layer, in place, as the best approximation of a given convolution.
 
         Each of the first k² heads takes one kernel offset and the rank-d approximation of its C×C
         matrix (truncated SVD, nearest in the Frobenius norm). The columns of W_out of heads beyond
         k² are zero. Borders differ: a convolution pads with zeros, attention falls on the nearest
         patch inside. In the limit of a large α the layer is the convolution with
-        `padding_mode="replicate"`.
+        `padding_mode="replicate"`. α and λ are unchanged.
 
         Args:
             conv: k×k with k² ≤ h, this layer's width in and out, stride 1, same padding.
-            locality_strength: α of the new centres; the layer's own unless given.
-            gating: a new λ for every head; unchanged unless given.
-
-        Returns:
-            The discarded singular values, (k², C − d). The root of the sum of their squares is the
-            Frobenius distance between the given kernel and the layer's.
 
         Raises:
             ValueError: if the kernel needs more heads, other widths, a stride or other padding.
@@ -407,7 +389,7 @@ class GatedPositionalSelfAttention(BasePositionalAttention):
                 f"the convolution maps {conv.in_channels} to {conv.out_channels} channels, "
                 f"this layer {self.dim} to {self.out_dim}; they must agree"
             )
-        wanted_outputs, wanted_values, discarded = factorised(conv, self.value_dim)
+        wanted_outputs, wanted_values = factorised(conv, self.value_dim)
         rank = wanted_values.shape[1]
         values = self.value_weight.view(self.num_heads, self.value_dim, self.dim)
         outputs = self.proj.weight.view(self.out_dim, self.num_heads, self.value_dim)
@@ -419,11 +401,7 @@ class GatedPositionalSelfAttention(BasePositionalAttention):
         nn.init.zeros_(self.proj.bias)
         if conv.bias is not None:
             self.proj.bias.copy_(conv.bias)
-        strength = self.locality_strength if locality_strength is None else locality_strength
-        self.v_pos[:heads] = attention_centres(offsets, strength)
-        if gating is not None:
-            self.gating.fill_(gating)
-        return discarded
+        self.v_pos[:heads] = attention_centres(offsets, self.locality_strength)
 
 
 class _GatedSum(torch.autograd.Function):

@@ -61,16 +61,15 @@ def init_random_convolution_(v_pos: Tensor, value_weight: Tensor, strength: floa
     nn.init.eye_(value_weight)
 
 
-def factorised(conv: nn.Conv2d, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+def factorised(conv: nn.Conv2d, rank: int) -> tuple[Tensor, Tensor]:
     """Approximate the matrix at each kernel offset by a product of inner width r ≤ `rank`.
 
     Returns:
-        outputs (k², C_out, r) and values (k², r, C_in), nearest in the Frobenius norm, and the
-        discarded singular values (k², min(C_in, C_out) − r).
+        outputs (k², C_out, r) and values (k², r, C_in), nearest in the Frobenius norm.
     """
     left, scales, right = torch.linalg.svd(kernel_matrices(conv), full_matrices=False)
     root = scales[:, :rank].sqrt()
-    return left[..., :rank] * root[:, None], root[..., None] * right[:, :rank], scales[:, rank:]
+    return left[..., :rank] * root[:, None], root[..., None] * right[:, :rank]
 
 
 def whole_convolution(conv: nn.Conv2d, gating: float, width: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -305,7 +305,7 @@ class ImageAttention(nn.Module):
     """Gated attention that replaces a k×k convolution: images in, images out.
 
     Args:
-        attn: a layer made by `GatedPositionalSelfAttention.from_conv2d` or `for_conv2d`.
+        attn: a layer made by `GatedPositionalSelfAttention.from_conv2d`.
     """
 
     def __init__(self, attn: GatedPositionalSelfAttention) -> None:
