@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from locality import checks
 from locality.errors import UnknownSetting, UserError, unknown, wrap_errors
-from locality.layers.cpu import arithmetic_threads
 from locality.layers.grid import Grid
 from locality.models.base import ImageClassifier
 from locality.models.config import Architecture, CvTConfig, ViTConfig, to_2tuple, weight_signature
@@ -295,34 +293,23 @@ def count_parameters(model: nn.Module) -> int:
 def count_macs(model: ImageClassifier, img_size: int | tuple[int, int] | None = None) -> int:
     """Multiply-accumulates of one image's forward pass, including attention's matrix products.
 
-    Counted on the meta device, without memory or arithmetic, unless the model is tiny. As in the
-    papers' "FLOPs", only matrix products and convolutions count (not norms, softmax or
-    activations), and all tokens of the last block do, though `forward` may compute only one.
+    Counted on the meta device, without memory or arithmetic. As in the papers' "FLOPs", only matrix
+    products and convolutions count (not norms, softmax or activations), and all tokens of the last
+    block do, though `forward` may compute only one.
 
     Args:
         model: the model.
         img_size: pixels, a number or (height, width); the native size unless given.
     """
-    if all(parameter.is_meta for parameter in model.parameters()):
-        counted = copy.deepcopy(model).eval()  # twice as fast as building it
-    else:
-        with torch.device("meta"):
-            counted = build(model.config).eval()
     size = model.img_size if img_size is None else to_2tuple(img_size)
-    # Tiny models: the CPU is faster than the meta device.
-    small = count_parameters(counted) < 1_000_000 and size[0] * size[1] <= 64 * 64
-    device = "cpu" if small else "meta"
-    counted.to_empty(device=device)
-    images = torch.zeros(1, model.in_chans, *size, device=device)
+    with torch.device("meta"):
+        counted = build(model.config).eval()
+        images = torch.zeros(1, model.in_chans, *size)
     wrong = f"{model.variant} cannot take images of {size[0]}×{size[1]} pixels"
-    # One thread: synchronisation would take longer than the computation.
+    counter = FlopCounterMode(display=False)
     # The math backend consists of counted products; fused ones are opaque to the counter.
-    plain = sdpa_kernel(SDPBackend.MATH)
-    with arithmetic_threads(1), torch.no_grad(), plain, wrap_errors(wrong, RuntimeError):
-        for tensor in (*counted.parameters(), *counted.buffers()):
-            tensor.zero_()
-        with FlopCounterMode(display=False) as counter:
-            counted.forward_head(counted.forward_features(images))
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter, wrap_errors(wrong, RuntimeError):
+        counted.forward_head(counted.forward_features(images))
     return counter.get_total_flops() // 2
 
 
