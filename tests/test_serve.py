@@ -214,12 +214,11 @@ def test_what_is_bad_gets_a_sentence(ask, hostile):
     refused(ask, hostile)
 
 
-def answers(connection):
-    """Status and content of the answers on a connection."""
+def status_of(connection):
+    """Status of the answer on a connection."""
     answer = http.client.HTTPResponse(connection)
     answer.begin()
-    checked(answer.getheaders())
-    return answer.status, json.loads(answer.read())["detail"]
+    return answer.status
 
 
 def connected(process):
@@ -230,8 +229,7 @@ def connected(process):
 def test_what_is_no_http_is_refused(process):
     with connected(process) as connection:
         connection.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
-        status, sentence = answers(connection)
-        assert status == 400 and "not a valid HTTP/1.1 request" in sentence
+        assert status_of(connection) == 400
 
 
 def test_a_body_that_is_not_http(model, tmp_path):
@@ -247,7 +245,7 @@ def test_a_body_that_is_not_http(model, tmp_path):
                 with connected(started) as connection:
                     start = b"POST /predict HTTP/1.1\r\nTransfer-Encoding: chunked\r\nHost: "
                     connection.sendall(start + host + b"\r\n\r\nZZZ\r\n")
-                    assert answers(connection)[0] == 400
+                    assert status_of(connection) == 400
         found = [request(started.address, "POST", "/predict", photo((1, n))) for n in (1, 20_000)]
         assert [status for status, _ in found] == [200, 200]
         request_attention = request(started.address, "POST", "/attention", photo((1, 20_000)))
@@ -258,7 +256,7 @@ def test_a_body_that_is_not_http(model, tmp_path):
 
 @pytest.mark.parametrize("before", [b"", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"])
 def test_a_header_that_does_not_end(process, ask, before):
-    """Others are answered while a hundred are held, and each gets a reason."""
+    """Others are answered while a hundred are held, and each is closed."""
     with contextlib.ExitStack() as stack:
         held = [stack.enter_context(connected(process)) for _ in range(100)]
         for connection in held:
@@ -268,9 +266,7 @@ def test_a_header_that_does_not_end(process, ask, before):
             connection.sendall(b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Le")
         assert ask("POST", "/predict", photo())[0] == 200
         if not before:
-            for connection in held:
-                status, sentence = answers(connection)
-                assert status == 408 and "header" in sentence
+            assert [connection.recv(1) for connection in held] == [b""] * 100
 
 
 def test_bodies_that_do_not_end(process, ask):
@@ -432,7 +428,9 @@ from locality.serve import application, decoding
 where, what, *words = sys.argv[1:]
 if where == "decoding":
     run = decoding.in_process
-    decoding.in_process = lambda _, sent, *__, limiter: run(runpy.run_path, sent, limiter=limiter)
+    decoding.in_process = lambda _, sent, *__, limiter: run(
+        runpy.run_path, bytes(sent), limiter=limiter
+    )
 else:
     application.explorer_page = lambda *_: runpy.run_path(what)
 sys.exit(main(words))

@@ -55,25 +55,24 @@ class RequestBodies:
         self._held = 0
 
     @contextlib.asynccontextmanager
-    async def image(self, request: Request) -> AsyncIterator[bytes]:
+    async def image(self, request: Request) -> AsyncIterator[bytes | bytearray]:
         """Context manager: the bytes of the sent image, counted as held inside the block.
 
         Raises:
             HTTPException: too large, too slow, too many images at once, or a form without exactly
                 one file.
         """
-        kept, size = bytearray(), 0
+        kept = bytearray()
         try:
             await self._read(request, kept)
-            data, size = bytes(kept), len(kept)
-            kept.clear()
+            data: bytes | bytearray = kept
             if request.headers.get("content-type", "").startswith("multipart/"):
-                data = _file_of_form(data, request.headers["content-type"])
+                data = _file_of_form(kept, request.headers["content-type"])
             if len(data) > MEGABYTES * 1_000_000:
                 raise _too_large()
             yield data
         finally:
-            self._held -= len(kept) + size
+            self._held -= len(kept)
 
     async def drop(self, request: Request) -> None:
         """Read the body to its end: clients that are still sending do not read the response."""
@@ -113,7 +112,7 @@ def _too_large() -> HTTPException:
     return HTTPException(413, f"the file is larger than {MEGABYTES} MB; send a smaller image")
 
 
-def _file_of_form(data: bytes, content_type: str) -> bytes:
+def _file_of_form(data: bytearray, content_type: str) -> bytes:
     """The file in a form (RFC 7578), as sent by `curl -F image=@photo.png`.
 
     Raises:

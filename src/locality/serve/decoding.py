@@ -74,7 +74,7 @@ class Decoder:
         self._places = [anyio.Semaphore(lane.at_once) for lane in LANES]
         self._processes = anyio.CapacityLimiter(sum(lane.at_once for lane in LANES))
 
-    async def __call__(self, data: bytes) -> Crops:
+    async def __call__(self, data: bytes | bytearray) -> Crops:
         """Decode `data`, the bytes of an image file.
 
         Raises:

@@ -7,7 +7,6 @@ the responses. So a request must name a known host, and a POST must come from th
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import re
@@ -17,7 +16,6 @@ import threading
 from asyncio import TimerHandle, Transport
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from http import HTTPStatus
 from types import FrameType
 from typing import NoReturn
 
@@ -34,8 +32,8 @@ from locality.data.config import DEFAULT_DECODING, Decoding
 from locality.errors import UserError
 from locality.serve.application import application, content_policy
 
-# Seconds for a request's header to arrive, and for a client to read a response that fills the
-# buffer.
+# Seconds until a connection is closed whose request's header has not arrived, or whose client has
+# not read a response that fills the buffer.
 _HEADER_TIMEOUT = 10
 _WRITE_TIMEOUT = 60
 # Seconds to finish open requests after Ctrl-C.
@@ -99,32 +97,13 @@ class _Connection(H11Protocol):
         self.conn.receive_data(data)
         self.handle_events()  # stops the timeout when a header is complete
 
-    def timeout_keep_alive_handler(self) -> None:
-        if self.conn.trailing_data[0] and not self.transport.is_closing():
-            sentence = f"the request's header did not arrive within {_HEADER_TIMEOUT} seconds"
-            self._refuse(408, sentence)
-        else:
-            super().timeout_keep_alive_handler()
-
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "not a valid HTTP/1.1 request")
-
-    def _refuse(self, status: int, sentence: str) -> None:
         if self.cycle is not None:
             self.cycle.disconnected = True  # discards the application's response
-        body = json.dumps({"detail": sentence}).encode()
-        headers = [
-            *self.server_state.default_headers,
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
-        ]
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            reason = HTTPStatus(status).phrase.encode()
-            answer = h11.Response(status_code=status, headers=headers, reason=reason)
-            for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
+            super().send_400_response(msg)
+        else:  # in the middle of another response
+            self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
