@@ -1,6 +1,7 @@
 """Convolutional embedding, projection and attention (CvT section 3)."""
 
 import copy
+from typing import get_args
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from locality.layers.convolution import (
     image_to_tokens,
     tokens_to_image,
 )
-from locality.layers.grid import PROJECTIONS
+from locality.layers.grid import ProjectionName
 from locality.models import StageConfig
 
 GRIDS = [(6, 6), (5, 8), (1, 7), (1, 1)]
@@ -157,7 +158,7 @@ def attention(**options):
 
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("prefix", [0, 1])
-@pytest.mark.parametrize("kind", PROJECTIONS)
+@pytest.mark.parametrize("kind", get_args(ProjectionName))
 @pytest.mark.parametrize("kv_stride", [1, 2])
 def test_forward_is_the_shown_attention_applied_to_the_values(grid, prefix, kind, kv_stride):
     layer = attention(projection=kind, kv_stride=kv_stride).eval()

@@ -23,8 +23,6 @@ from locality.layers.attention import AttentionMaps, GatedPositionalSelfAttentio
 from locality.layers.conv_init import trunc_normal_init_
 from locality.layers.cpu import Linear
 from locality.layers.grid import (
-    ATTENTION_SCALES,
-    PROJECTIONS,
     AttentionScale,
     Grid,
     ProjectionName,
@@ -128,7 +126,7 @@ class Projection(nn.Module):
         padding: int | None = None,
     ) -> None:
         super().__init__()
-        checks.one_of("projection", projection, PROJECTIONS)
+        checks.typed("projection", projection, ProjectionName)
         check_kernel(kernel_size)
         if stride < 1:
             raise UserError(f"the stride of a projection must be at least 1, not {stride}")
@@ -217,7 +215,7 @@ class ConvolutionalAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_heads(dim, num_heads)
-        checks.one_of("attention_scale", scale, ATTENTION_SCALES)
+        checks.typed("attention_scale", scale, AttentionScale)
         self.dim = dim
         self.num_heads = num_heads
         self.scale = (dim if scale == "width" else dim // num_heads) ** -0.5

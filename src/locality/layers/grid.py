@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from locality import checks
 from locality.errors import UserError
@@ -13,9 +13,6 @@ Grid = tuple[int, int]
 
 ProjectionName = Literal["conv", "linear", "avg", "microsoft_avg"]
 AttentionScale = Literal["width", "head"]
-
-PROJECTIONS: tuple[ProjectionName, ...] = get_args(ProjectionName)
-ATTENTION_SCALES: tuple[AttentionScale, ...] = get_args(AttentionScale)
 
 
 def convolved_size(size: int, kernel: int, stride: int, padding: int) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from msgspec import Meta
 
@@ -22,8 +21,6 @@ from locality.layers.grid import (
     projected_grid,
 )
 from locality.settings import Setting, check, from_dict, setting, settings_of, with_role
-
-T = TypeVar("T")
 
 # The largest published model has 0.3 billion parameters; far more is a mistake or hostile.
 _MOST_PARAMETERS = 4_000_000_000
@@ -293,13 +290,6 @@ def token_grid(img_size: int | Sequence[int], patch_size: int) -> Grid:
     return height // patch_size, width // patch_size
 
 
-# Which of n stages have a position embedding (Table 5).
-POSITIONS = {
-    "every": lambda n: [True] * n,
-    "first": lambda n: [True] + [False] * (n - 1),
-    "last": lambda n: [False] * (n - 1) + [True],
-    "none": lambda n: [False] * n,
-}
 _PER_BLOCK = ("mlp_ratio", "kv_stride")
 _SHORTHANDS = {
     "position": Setting(
@@ -370,12 +360,14 @@ class StageConfig:
     @property
     def mlp_ratios(self) -> tuple[float, ...]:
         """The MLP ratio of each block."""
-        return _per_block(self.mlp_ratio, self.depth)
+        given = self.mlp_ratio
+        return given if isinstance(given, tuple) else (given,) * self.depth
 
     @property
     def kv_strides(self) -> tuple[int, ...]:
         """The stride of keys and values in each block."""
-        return _per_block(self.kv_stride, self.depth)
+        given = self.kv_stride
+        return given if isinstance(given, tuple) else (given,) * self.depth
 
     def kv_grid(self, grid: Grid, kv_stride: int) -> Grid:
         """The grid of the keys and values of tokens on `grid`."""
@@ -498,7 +490,11 @@ class CvTConfig(Architecture):
 
     @classmethod
     def settings(cls) -> dict[str, Setting]:
-        return _cvt_settings()
+        per_stage = {
+            name: of if name in _PER_BLOCK else of._replace(hint=of.hint | tuple[of.hint, ...])  # type: ignore[name-defined]
+            for name, of in settings_of(StageConfig).items()
+        }
+        return settings_of(cls) | per_stage | _SHORTHANDS
 
     def with_overrides(self, **fields: Any) -> Self:
         """This configuration with some fields changed; `position` and `embedding` are shorthands.
@@ -535,8 +531,9 @@ class CvTConfig(Architecture):
             if name in per_stage
         }
         if "position" in fields:
-            checks.one_of("position", fields["position"], POSITIONS)
-            values["use_pos_embed"] = POSITIONS[fields["position"]](count)
+            which = checks.typed("position", fields["position"], _SHORTHANDS["position"].hint)
+            only = {"first": 0, "last": count - 1}.get(which)
+            values["use_pos_embed"] = [which == "every" or i == only for i in range(count)]
         stages = [
             dataclasses.replace(stage, **{name: given[index] for name, given in values.items()})
             for index, stage in enumerate(changed.stages)
@@ -545,19 +542,6 @@ class CvTConfig(Architecture):
             embeddings = _spread("embedding", fields["embedding"], count)
             stages = [_with_embedding(*pair) for pair in zip(stages, embeddings, strict=True)]
         return dataclasses.replace(changed, stages=tuple(stages))
-
-
-@cache
-def _cvt_settings() -> dict[str, Setting]:
-    stage = {
-        name: of if name in _PER_BLOCK else of._replace(hint=of.hint | tuple[of.hint, ...])  # type: ignore[name-defined]
-        for name, of in settings_of(StageConfig).items()
-    }
-    return settings_of(CvTConfig) | stage | _SHORTHANDS
-
-
-def _per_block(value: T | tuple[T, ...], depth: int) -> tuple[T, ...]:
-    return cast(tuple[T, ...], value) if isinstance(value, tuple) else (value,) * depth
 
 
 def _spread(name: str, value: Any, count: int, depths: list[int] | None = None) -> list[Any]:
@@ -586,7 +570,7 @@ def _spread(name: str, value: Any, count: int, depths: list[int] | None = None) 
 
 def _with_embedding(stage: StageConfig, embedding: str) -> StageConfig:
     """The stage with a convolutional or a patch embedding of the same stride (Table 6)."""
-    checks.one_of("embedding", embedding, ("conv", "patch"))
+    checks.typed("embedding", embedding, _SHORTHANDS["embedding"].hint)
     stride = stage.embed_stride
     kernel, padding = (stride, 0) if embedding == "patch" else overlapping_embedding(stride)
     return dataclasses.replace(stage, embed_kernel=kernel, embed_padding=padding)

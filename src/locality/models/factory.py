@@ -107,16 +107,10 @@ class TimmConfig:
         """This configuration with some settings changed; unknown ones are passed to timm.
 
         Raises:
-            UserError: for a setting that is not a string, number, bool or None.
+            UserError: for an invalid value, or one passed to timm that is not a `Scalar`.
         """
         known = {field.name for field in dataclasses.fields(self)} - {"name", "settings"}
         own = {name: fields.pop(name) for name in known if name in fields}
-        for name, value in fields.items():
-            if not isinstance(value, Scalar):
-                raise UserError(
-                    f"{name} is {value!r}; settings of timm models are strings, numbers, bools or "
-                    "None"
-                )
         settings = tuple(sorted((dict(self.settings) | fields).items()))
         return dataclasses.replace(self, settings=settings, **own)
 
