@@ -151,7 +151,10 @@ class ImageClassifier(nn.Module):
         """
         chosen, last = feature_take_indices(len(self.feature_info), indices)
         had_token, width = self.num_prefix_tokens, self.num_features
-        self._truncate(last + 1)
+        changed = self._truncate(last + 1)
+        if had_token and not changed["class_token"]:
+            changed["global_pool"] = ""
+        self.config = dataclasses.replace(self.config, **changed)
         self.num_prefix_tokens = int(self.config.has_class_token)
         self.num_features = self.feature_info[-1]["num_chs"]
         self.embed_dim = self.head_hidden_size = self.num_features
@@ -245,8 +248,12 @@ class ImageClassifier(nn.Module):
         """The blocks whose outputs are the feature maps."""
         raise NotImplementedError
 
-    def _truncate(self, maps: int) -> None:
-        """Keep the first `maps` feature maps, in the modules and the configuration."""
+    def _truncate(self, maps: int) -> dict[str, Any]:
+        """Keep the modules of the first `maps` feature maps.
+
+        Returns:
+            the changed fields of the configuration, with `class_token`.
+        """
         raise NotImplementedError
 
     def _run(self, block: nn.Module, x: Tensor, grid: Grid, **given: Any) -> Tensor:

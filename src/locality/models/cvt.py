@@ -6,7 +6,6 @@ Shapes:  B batch · stage s: tokens (B, p + N_s, C_s) on a grid (H_s, W_s), N_s 
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, cast
 
 import torch
@@ -157,16 +156,11 @@ class ConvolutionalVisionTransformer(ImageClassifier):
     def _feature_blocks(self) -> list[nn.Module]:
         return [cast(Stage, stage).blocks[-1] for stage in self.stages]
 
-    def _truncate(self, maps: int) -> None:
-        config = self.config
-        token = config.has_class_token and maps == len(config.stages)
+    def _truncate(self, maps: int) -> dict[str, Any]:
+        stages = self.config.stages
+        token = self.config.has_class_token and maps == len(stages)
         self.stages = self.stages[:maps]
-        self.config = dataclasses.replace(
-            config,
-            stages=config.stages[:maps],
-            global_pool="" if config.has_class_token and not token else config.global_pool,
-            class_token=token,
-        )
+        return {"stages": stages[:maps], "class_token": token}
 
     def unused_parameters(self) -> set[str]:
         """Names of trainable parameters that by design do not affect the output.

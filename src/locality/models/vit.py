@@ -8,7 +8,6 @@ Shapes:  B batch · N = H·W patches · C embed_dim · (H, W) token grid
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -164,20 +163,18 @@ class VisionTransformer(ImageClassifier):
     def _feature_blocks(self) -> list[nn.Module]:
         return list(self.blocks)
 
-    def _truncate(self, maps: int) -> None:
+    def _truncate(self, maps: int) -> dict[str, Any]:
         config = self.config
         token = config.has_class_token and config.gpsa_layers < maps
         self.blocks = self.blocks[:maps]
         if not token:
             self.cls_token = None
-        self.config = dataclasses.replace(
-            config,
-            depth=maps,
-            gpsa_layers=min(config.gpsa_layers, maps),
-            drop_path_rate=config.drop_path_rate * (maps - 1) / max(1, config.depth - 1),
-            global_pool="" if config.has_class_token and not token else config.global_pool,
-            class_token=token,
-        )
+        return {
+            "depth": maps,
+            "gpsa_layers": min(config.gpsa_layers, maps),
+            "drop_path_rate": config.drop_path_rate * (maps - 1) / max(1, config.depth - 1),
+            "class_token": token,
+        }
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
