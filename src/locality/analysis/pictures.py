@@ -59,11 +59,6 @@ class Sample:
     labels: list[str]
     classes: Sequence[str] = ()
 
-    def first(self, count: int) -> Sample:
-        """The first `count` images."""
-        few = slice(count)
-        return Sample(self.images[few], self.shown[few], self.labels[few], self.classes)
-
 
 def round_robin_indices(labels: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
     """Indices of `count` images, round robin over classes: the first of each, then the second, …
@@ -141,13 +136,11 @@ def prepare_sample(subject: Classifier, images: Sequence[Image.Image]) -> Sample
     """Unlabelled images, preprocessed for a classifier."""
     if not images:
         raise UserError("no images given")
-    transform = eval_transform(subject.preprocessing)
-    shown = np.stack([_pixels(transform, image) for image in images])
-    return Sample(subject.prepare(images), shown, [""] * len(images), subject.classes or ())
-
-
-def _pixels(transform: Any, image: Image.Image) -> npt.NDArray[np.uint8]:
-    return transform(image.convert("RGB")).permute(1, 2, 0).contiguous().numpy()
+    transform: Any = eval_transform(subject.preprocessing)
+    pixels = [transform(image.convert("RGB")).permute(1, 2, 0).numpy() for image in images]
+    return Sample(
+        subject.prepare(images), np.stack(pixels), [""] * len(images), subject.classes or ()
+    )
 
 
 @dataclass(frozen=True)
@@ -268,20 +261,19 @@ def load_pictures(path: Path | str) -> Pictures:
     with (
         wrap_errors(f"{path} does not contain attention pictures", *damage),
         open_file(path) as file,
-        zipfile.ZipFile(file) as entries,
+        np.lib.npyio.NpzFile(file, allow_pickle=False) as archive,
     ):
-        if sum(entry.file_size for entry in entries.infolist()) > _MAX_PICTURES_BYTES:
+        assert archive.zip is not None
+        if sum(entry.file_size for entry in archive.zip.infolist()) > _MAX_PICTURES_BYTES:
             raise UserError(f"{path} unpacks to more than {_MAX_PICTURES_BYTES:,} bytes")
-        file.seek(0)
-        with np.load(file, allow_pickle=False) as archive:
-            about = parse_json(str(archive["about"]), str(path))
-            layers = [
-                LayerPicture(
-                    grid=tuple(layer["grid"]),
-                    query=None if layer["query"] is None else tuple(layer["query"]),
-                    mixed=archive[f"{index}.mixed"],
-                    gates=archive.get(f"{index}.gates"),
-                )
-                for index, layer in enumerate(about["layers"])
-            ]
-            return Pictures(archive["images"], about["labels"], about["predictions"], layers)
+        about = parse_json(str(archive["about"]), str(path))
+        layers = [
+            LayerPicture(
+                grid=tuple(layer["grid"]),
+                query=None if layer["query"] is None else tuple(layer["query"]),
+                mixed=archive[f"{index}.mixed"],
+                gates=archive.get(f"{index}.gates"),
+            )
+            for index, layer in enumerate(about["layers"])
+        ]
+        return Pictures(archive["images"], about["labels"], about["predictions"], layers)

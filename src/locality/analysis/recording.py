@@ -16,15 +16,9 @@ from safetensors.torch import load_file
 
 from locality.analysis.baselines import record_baselines
 from locality.analysis.measures import Record, measure_model
-from locality.analysis.pictures import (
-    capture_pictures,
-    sample,
-    sample_at,
-    save_pictures,
-    validation_sample,
-)
+from locality.analysis.pictures import capture_pictures, sample, sample_at, save_pictures
 from locality.analysis.taps import capture
-from locality.data import open_data
+from locality.data import DataSplits, Preprocessing, open_data
 from locality.errors import UserError, one_line
 from locality.files import read_shaped, write_atomic
 from locality.models import ImageClassifier
@@ -70,23 +64,26 @@ def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
     if run.read_result() is None:
         raise UserError(f"the run in {folder} has not finished: it has no result.json")
     model, config = load_run(folder)
-    chosen = validation_sample(config, model.img_size, max(images, pictures), run.classes())
-    found = capture_pictures(model, chosen.first(pictures))
-    save_pictures(found, Path(folder) / PICTURES)
-    _record_mistakes(run, model, config)
+    splits = open_data(config.data, config.seed, run.classes())
+    preprocessing = config.input.at(model.img_size)
+    few = sample(splits.val, preprocessing, pictures, splits.classes)
+    save_pictures(capture_pictures(model, few), run.path / PICTURES)
+    _record_mistakes(run, model, splits, preprocessing)
     if _snapshots(run):
         curves = json.dumps(measure_trajectory(folder, images), allow_nan=False)
         write_atomic(run.path / TRAJECTORY, curves + "\n")
+    chosen = sample(splits.val, preprocessing, images).images
     measures = {
-        "before": measure_model(initial_model(folder), chosen.images[:images]),
-        "after": measure_model(model, chosen.images[:images]),
+        "before": measure_model(initial_model(folder), chosen),
+        "after": measure_model(model, chosen),
     }
     write_atomic(run.path / MEASURES, json.dumps(measures, allow_nan=False) + "\n")
     return measures
 
 
-def _record_mistakes(run: RunFolder, model: ImageClassifier, config: RunConfig) -> None:
-    splits = open_data(config.data, config.seed, run.classes())
+def _record_mistakes(
+    run: RunFolder, model: ImageClassifier, splits: DataSplits, preprocessing: Preprocessing
+) -> None:
     if not run.predictions_file.exists():
         collector = PredictionCollector(len(splits.val), torch.device("cpu"))
         evaluate_run(run.path, splits=splits, on_batch=collector)
@@ -94,8 +91,8 @@ def _record_mistakes(run: RunFolder, model: ImageClassifier, config: RunConfig) 
     predictions = run.predictions()
     wrong = predictions.indices[predictions.mistakes(MAX_MISTAKES)]
     if len(wrong):
-        size = config.input.at(model.img_size)
-        found = capture_pictures(model, sample_at(splits.val, size, wrong, splits.classes), None)
+        chosen = sample_at(splits.val, preprocessing, wrong, splits.classes)
+        found = capture_pictures(model, chosen, None)
         last = found.layers[-1]
         last = replace(last, mixed=last.mixed.mean(axis=1, keepdims=True), gates=None)
         save_pictures(replace(found, layers=[last]), run.path / MISTAKES)
@@ -187,13 +184,12 @@ def measure_trajectory(folder: Path | str, images: int = 256) -> Record:
     plan = make_plan(config, len(splits.train))
     chosen = sample(splits.val, config.input.at(model.img_size), images).images.to(device)
 
-    def measured() -> Iterable[Record]:
-        for file in files:
-            model.load_state_dict(load_file(file))
-            step = int(file.stem.partition("-")[2])
-            yield {"step": step, "epoch": plan.epoch(step)} | measure_model(model, chosen)
-
-    return _to_curves(list(measured()))
+    records: list[Record] = []
+    for file in files:
+        model.load_state_dict(load_file(file))
+        step = int(file.stem.partition("-")[2])
+        records.append({"step": step, "epoch": plan.epoch(step)} | measure_model(model, chosen))
+    return _to_curves(records)
 
 
 def _to_curves(records: list[Record]) -> Record:

@@ -160,7 +160,8 @@ def capture(
                 )
 
             def remember(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-                grids[:] = [timm_grid(patch_embed, args[0])]
+                rows, columns = patch_embed.dynamic_feat_size(tuple(args[0].shape[-2:]))
+                grids[:] = [(rows, columns)]
 
             hooks.callback(patch_embed.register_forward_pre_hook(remember).remove)
         for index in chosen:
@@ -260,12 +261,6 @@ def positional_vectors(module: nn.Module) -> Tensor | None:
         # timm's columns: width, height, squared distance.
         v_pos = module.pos_proj.weight[:, [2, 1, 0]]
     return None if v_pos is None else v_pos.detach()
-
-
-def timm_grid(patch_embed: Any, images: Tensor) -> Grid:
-    """The grid of a timm patch embedding for images (B, C, H, W)."""
-    rows, columns = patch_embed.dynamic_feat_size(tuple(images.shape[-2:]))
-    return rows, columns
 
 
 def position_embedding_off(model: nn.Module) -> contextlib.AbstractContextManager[None]:
