@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from locality import __version__
 from locality.files import write_output
 
 PAGE_MARK = b'<meta name="generator" content="locality'
@@ -22,10 +23,11 @@ def render(
         package: for example "locality.report".
         template: filename.
         filters: additional Jinja filters.
-        content: variables; escaped in HTML unless they are markup.
+        content: variables besides `version`; escaped in HTML unless they are markup.
     """
     environment = _environment(package, template.endswith(".html"))
     environment.filters |= filters
+    environment.globals["version"] = __version__
     return environment.get_template(template).render(content)
 
 

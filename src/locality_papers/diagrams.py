@@ -14,7 +14,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-from locality.figures.style import CONVIT, CVT, DEIT, FAINT, INK, new_figure, settings
+from locality.figures.style import CONVIT, CVT, DEIT, FAINT, INK, settings
 from locality.layers import (
     Block,
     ConvolutionalAttention,
@@ -116,7 +116,7 @@ def draw_columns(columns: Mapping[str, Sequence[Row]]) -> Figure:
     """Draw titled columns of boxes, with consecutive rows joined by lines."""
     tallest = max(map(len, columns.values()))
     with settings():
-        figure = new_figure(_WIDTH * len(columns), _STEP * tallest + 0.4)
+        figure = Figure(figsize=(_WIDTH * len(columns), _STEP * tallest + 0.4))
         grid = figure.subplots(1, len(columns), squeeze=False)[0]
         for axes, (title, boxes) in zip(grid, columns.items(), strict=True):
             axes.set(xlim=(0, 1), ylim=(tallest - 0.4, -0.6))

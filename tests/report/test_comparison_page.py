@@ -52,9 +52,9 @@ def compared(make_run):
                         settings=changes | {"data.root": "photos"},
                     )  # fmt: skip
         runs = folder.parent
-        found = [Candidate(one, 1 / (fold - 1) if fold else 0.0, 2.0) for one in
+        found = [Candidate(one.label, one.runs, 1 / (fold - 1) if fold else 0.0, 2.0) for one in
                  group(read_runs([runs]))]  # fmt: skip
-        return runs, sorted(found, key=lambda one: -one.top1.mean)
+        return runs, sorted(found, key=lambda one: -one.accuracy.mean)
 
     return make
 
@@ -62,7 +62,7 @@ def compared(make_run):
 def test_a_difference_has_the_t_intervals_of_seeds_and_of_images(compared):
     _, (first, second) = compared(convit_nano=180, deit_nano=150)
     (pair,) = pairs_of([first, second])
-    gaps = [first.group.top1(1)[seed] - second.group.top1(1)[seed] for seed in range(3)]
+    gaps = [first.top1(1)[seed] - second.top1(1)[seed] for seed in range(3)]
     assert pair.over_runs.mean == pytest.approx(np.mean(gaps))
     ours, theirs = (np.array(list(each.right.values())) for each in (first, second))
     expected = stats.ttest_rel(ours, theirs)
@@ -91,19 +91,19 @@ def test_the_interval_of_few_seeds_is_over_images(compared, tmp_path):
     runs, (best, _) = compared(seeds=2, convit_nano=180, deit_nano=150)
     right = np.array(list(best.right.values()))
     low, high = stats.ttest_1samp(right, 0).confidence_interval(0.95)
-    assert best.top1.mean == pytest.approx(right.mean())
-    assert (best.top1.low, best.top1.high) == pytest.approx((low, high))
+    assert best.accuracy.mean == pytest.approx(right.mean())
+    assert (best.accuracy.low, best.accuracy.high) == pytest.approx((low, high))
     path, _ = build_comparison([runs], tmp_path / "comparison.html", {})
     assert f"{runs}/convit_nano-1.0-1" in path.read_text()
 
 
 def test_folds_share_images_and_their_intervals_are_wider(compared):
-    alone, folds = (compared(convit_nano=180, deit_nano=150)[1][0].top1.half_width,
+    alone, folds = (compared(convit_nano=180, deit_nano=150)[1][0].accuracy.half_width,
                     compared(fold=3, cvt_nano=180, convit_micro=150)[1])  # fmt: skip
     cvt = next(one for one in folds if one.label == "CvT")
-    assert cvt.top1.half_width / alone == pytest.approx((1 + 3 / 2) ** 0.5)
+    assert cvt.accuracy.half_width / alone == pytest.approx((1 + 3 / 2) ** 0.5)
     (pair,) = pairs_of(folds)
-    first, second = (one.group.top1(1).values() for one in folds)
+    first, second = (one.top1(1).values() for one in folds)
     gaps = [one - other for one, other in zip(first, second, strict=True)]
     assert pair.over_runs.half_width == pytest.approx(estimate(gaps, 1 / 2).half_width)
 
@@ -119,8 +119,8 @@ def test_the_page_shows_the_runs(compared, tmp_path):
     runs, found = compared(fractions=(0.5, 1.0), convit_nano=180, deit_nano=150)
     path, said = build_comparison([runs], tmp_path / "comparison.html", {"convit_nano": 1.234})
     text = " ".join(re.sub(r"<[^>]+>", " ", path.read_text()).split())
-    assert said in text and f"{found[0].top1.mean:.1f} ±" in text and "1.23 ms" in text
-    worst = min(found[1].accuracy_of(10))
+    assert said in text and f"{found[0].accuracy.mean:.1f} ±" in text and "1.23 ms" in text
+    worst = min(found[1].per_class())
     assert f"{worst:.1f}" in text
     with pytest.raises(UserError, match="two models"):
         build_comparison([runs / "convit_nano-1.0-0"], tmp_path / "none.html", {})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,46 +30,31 @@ MAX_SIDE = 32
 MAX_IMAGES = 20_000
 """Larger sets are subsampled evenly within each class."""
 
+ADVICE = (
+    "start from weights (locality finetune), train it longer, or without augment.mixup and "
+    "augment.cutmix"
+)
+"""For a model that is below a baseline."""
+
 BASELINES = "baselines.json"
 CHANCE = "chance"
 _SHAPE = {"top1": dict[str, checks.Finite], "train_images": int, "all_train_images": int}
 _BATCH = 512
 
 
-@dataclass(frozen=True)
-class Baselines:
-    """Predictions of each baseline for the validation images.
-
-    Attributes:
-        predictions: name → (n,) int64 classes.
-        targets: (n,) int64 classes.
-        train_images: number of images that the baselines were fitted to.
-        all_train_images: number of training images.
-    """
-
-    predictions: dict[str, Tensor]
-    targets: Tensor
-    train_images: int
-    all_train_images: int
-
-    @property
-    def top1(self) -> dict[str, float]:
-        """Name → accuracy in percent."""
-        return {
-            name: 100 * float((predicted == self.targets).double().mean())
-            for name, predicted in self.predictions.items()
-        }
-
-
 def pixel_baselines(
     splits: DataSplits, preprocessing: Preprocessing, workers: int = 0
-) -> Baselines:
+) -> dict[str, Any]:
     """Chance, nearest neighbour and logistic regression on the images of a run.
 
     Args:
         splits: the run's data.
         preprocessing: the run's preprocessing; its crop is kept, its size limited to `MAX_SIDE`.
         workers: number of data loading processes; 0 loads in this process.
+
+    Returns:
+        the content of `baselines.json`: `top1` in percent by name, and how many of the training
+        images (`all_train_images`) the baselines were fitted to (`train_images`).
 
     Raises:
         UserError: a split is empty.
@@ -81,7 +66,11 @@ def pixel_baselines(
         "nearest neighbour": labels[nearest_neighbours(train, val)],
         "logistic regression": logistic_regression(train, labels, val, len(splits.classes)),
     }
-    return Baselines(predictions, targets, len(train), len(splits.train))
+    top1 = {
+        name: 100 * float((predicted == targets).double().mean())
+        for name, predicted in predictions.items()
+    }
+    return {"top1": top1, "train_images": len(train), "all_train_images": len(splits.train)}
 
 
 def split_pixels(
@@ -167,12 +156,7 @@ def _record(
 ) -> dict[str, Any]:
     images = repr((config.data, config.seed, _preprocessing(config)))
     if images not in known:
-        found = pixel_baselines(*baseline_inputs(config, classes))
-        known[images] = {
-            "top1": found.top1,
-            "train_images": found.train_images,
-            "all_train_images": found.all_train_images,
-        }
+        known[images] = pixel_baselines(*baseline_inputs(config, classes))
     return known[images]
 
 
@@ -199,15 +183,12 @@ def listed(baselines: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {top1:.1f}%" for name, top1 in baselines.items())
 
 
-def advice(what: str, top1: float, baselines: Mapping[str, float]) -> str:
-    """Advice on a model named `what` that is below a baseline; otherwise ""."""
+def below(what: str, top1: float, baselines: Mapping[str, float]) -> str:
+    """The baselines above a model named `what`, as text for `ADVICE` to follow; "" if none is."""
     # Compare rounded values, as printed.
     above = [name for name, other in baselines.items() if round(top1, 1) < round(other, 1)]
-    if not above:
-        return ""
     return (
-        f"{what} ({top1:.1f}%) is below {' and '.join(above)} on the same pixels: start from "
-        f"weights (locality finetune), train it longer, or without augment.mixup and augment.cutmix"
+        f"{what} ({top1:.1f}%) is below {' and '.join(above)} on the same pixels" if above else ""
     )
 
 

@@ -20,7 +20,6 @@ from markupsafe import Markup
 from PIL import Image
 from torch import Tensor, nn
 
-from locality import __version__
 from locality.analysis.measures import measure_model, nonlocality_unit, positional_vectors
 from locality.analysis.pictures import DECADES, data_url, prepare_sample
 from locality.analysis.taps import LayerView, capture, eval_mode
@@ -88,9 +87,9 @@ def explorer_page(
     if shown is None:
         shown = [high_resolution_crop(image, subjects[0].preprocessing) for image in images]
     layers = [layer for about, _ in observed for layer in about["layers"]]
-    unit, divisors, uniform = nonlocality_unit(layers)
-    for layer, divisor in zip(layers, divisors, strict=True):
-        layer["unit"] = divisor
+    unit, scale, uniform = nonlocality_unit(layers)
+    for layer in layers:
+        layer["unit"] = scale(layer)
     known = known_labels(labels, subjects)
     page = {
         "decades": DECADES,
@@ -117,7 +116,6 @@ def explorer_page(
         data=to_script(page),
         blobs=blobs,
         models=page["models"],
-        version=__version__,
     )
 
 

@@ -15,7 +15,6 @@ import torch
 from markupsafe import Markup
 from PIL import Image
 
-from locality import __version__
 from locality.analysis.explorer import half_precision, known_labels, to_blob, to_script
 from locality.analysis.measures import nonlocality_unit
 from locality.analysis.pictures import DECADES, prepare_sample
@@ -73,9 +72,9 @@ def live_page(
     shown = prepare_sample(subjects[0], images).shown[..., :channels]
     for subject in subjects:
         subject.check_logits(subject.logits(subject.prepare(images)))
-    unit, divisors, uniform = nonlocality_unit([model for model, _ in models])
-    for (model, _), divisor in zip(models, divisors, strict=True):
-        model["unit"] = divisor
+    unit, scale, uniform = nonlocality_unit([model for model, _ in models])
+    for model, _ in models:
+        model["unit"] = scale(model)
     preprocessing = subjects[0].preprocessing
     page = {
         "decades": DECADES,
@@ -102,7 +101,6 @@ def live_page(
         digits=page["digits"],
         models=page["models"],
         unit=unit,
-        version=__version__,
         site=about is not None,
         about=Markup(about or ""),
     )

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -61,19 +62,19 @@ def uniform_nonlocality(layer: Record) -> float:
     return float(token_distances(grid, keys, stride).mean())
 
 
-def nonlocality_unit(layers: Sequence[Record]) -> tuple[str, list[float], float]:
+def nonlocality_unit(layers: Sequence[Record]) -> tuple[str, Callable[[Record], float], float]:
     """A unit in which the nonlocality of all layers can be compared.
 
     Patches if all layers have the same grid, else multiples of uniform attention.
 
     Returns:
-        the unit's name; the divisor of each layer's nonlocality; nonlocality of uniform attention
-        in this unit.
+        the unit's name; a function from a layer to the divisor of its nonlocality; nonlocality of
+        uniform attention in this unit.
     """
-    uniform = [uniform_nonlocality(layer) for layer in layers]
-    if len(set(uniform)) > 1:
-        return "× uniform", uniform, 1.0
-    return "patches", [1.0] * len(uniform), uniform[0] if uniform else 1.0
+    uniform = {uniform_nonlocality(layer) for layer in layers}
+    if len(uniform) > 1:
+        return "× uniform", uniform_nonlocality, 1.0
+    return "patches", lambda layer: 1.0, next(iter(uniform), 1.0)
 
 
 def patch_attention(attention: Tensor, prefix_tokens: int) -> tuple[Tensor, Tensor | None]:
@@ -239,11 +240,10 @@ def _per_image(view: LayerView) -> dict[str, Tensor]:
     values = {
         "nonlocality": nonlocality(maps.mixed, *places),
         "entropy": entropy(maps.mixed, prefix),
+        "content_nonlocality": nonlocality(maps.content, *places),
     }
     if prefix:
         values["class_token_share"] = class_token_share(maps.mixed, prefix)
-    if maps.content is not None:
-        values["content_nonlocality"] = nonlocality(maps.content, *places)
     return values
 
 
@@ -292,10 +292,5 @@ def _to_json(values: Tensor | None) -> Any:
     """Nested lists of numbers, or one number; nan and infinity become None."""
     if values is None:
         return None
-
-    def clean(item: Any) -> Any:
-        if isinstance(item, list):
-            return [clean(part) for part in item]
-        return item if math.isfinite(item) else None
-
-    return clean(values.cpu().double().tolist())
+    numbers = values.cpu().double().numpy()
+    return np.where(np.isfinite(numbers), numbers, np.array(None)).tolist()

@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from locality.analysis.baselines import read_baselines
+from locality.analysis.baselines import below, read_baselines
 from locality.analysis.pictures import Pictures, load_pictures
 from locality.analysis.recording import MEASURES, PICTURES
 from locality.analysis.statistics import Estimate, estimate, paired_difference
@@ -84,6 +84,11 @@ class RecordedRun(RunFolder):
         return {name: value for name, value in flat.items() if name not in _NOT_OF_GROUP}
 
 
+def percent(fraction: float) -> str:
+    """A fraction in percent: 5%, 0.5%."""
+    return f"{100 * fraction:g}%"
+
+
 def read_runs(folders: Iterable[Path | str]) -> list[RecordedRun]:
     """The runs in these folders; folders that are not run folders are searched for runs.
 
@@ -124,6 +129,10 @@ class RunGroup:
     def fractions(self) -> list[float]:
         return sorted({run.fraction for run in self.runs})
 
+    def label_at(self, fraction: float) -> str:
+        """The label, with the fraction of the training images unless that is all of them."""
+        return self.label if fraction == 1 else f"{self.label}, {percent(fraction)} of the images"
+
     def at(self, fraction: float) -> list[RecordedRun]:
         """Runs on this fraction of the training images, sorted by seed."""
         chosen = [run for run in self.runs if run.fraction == fraction]
@@ -132,6 +141,15 @@ class RunGroup:
     def top1(self, fraction: float) -> dict[int, float]:
         """Final top-1 accuracy in per cent, by seed."""
         return {run.seed: float(run.result["top1"]) for run in self.at(fraction)}
+
+    def over_runs(self, fraction: float, name: str = "top1", shared: float = 0.0) -> Estimate:
+        """Estimate of a number in `result.json`; `shared`: see `estimate`."""
+        return estimate([float(run.result[name]) for run in self.at(fraction)], shared)
+
+    def below(self, fraction: float, baselines: Mapping[str, Estimate]) -> str:
+        """The baselines above the accuracy on this fraction; see `baselines.below`."""
+        found = {name: of.mean for name, of in baselines.items()}
+        return below(self.label_at(fraction), self.over_runs(fraction).mean, found)
 
 
 def group(runs: Sequence[RecordedRun]) -> list[RunGroup]:
@@ -232,8 +250,7 @@ class BaselinePair:
     @property
     def sides(self) -> list[tuple[RunGroup, Estimate]]:
         """Each group with its accuracy over seeds, in per cent."""
-        groups = (self.first, self.second)
-        return [(one, estimate(list(one.top1(self.fraction).values()))) for one in groups]
+        return [(one, one.over_runs(self.fraction)) for one in (self.first, self.second)]
 
     @property
     def difference(self) -> Estimate | None:

@@ -364,12 +364,6 @@ def figure(arguments: Sequence[str]) -> None:
     if takes == "models":
         options.sources = [GivenModel(source, options) for source in options.sources]
     elif takes == "runs":
-        for source in options.sources:
-            if not Path(source).is_dir():
-                raise UserError(
-                    f"{options.name} is drawn from run folders, over training; {source} is not a "
-                    f"folder. `locality explore` measures every head of a model"
-                )
         run_folders(options.sources)
     from locality.figures.style import FORMS, save
 

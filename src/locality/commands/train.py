@@ -94,8 +94,8 @@ def _train(config: RunConfig, folder: Path, quiet: bool, fit: Any = None) -> Non
     if not quiet:
         found = baselines.read_baselines(folder)
         print("\n".join(_closing(folder, result, baselines.listed(found))), file=sys.stderr)
-        if warning := baselines.advice(config.model.name, result["top1"], found):
-            say(warning)
+        if said := baselines.below(config.model.name, result["top1"], found):
+            say(f"{said}: {baselines.ADVICE}")
 
 
 def _closing(folder: Path, result: dict[str, Any], baselines: str) -> list[str]:

@@ -14,6 +14,7 @@ from matplotlib.patches import Rectangle
 
 from locality.analysis.measures import nonlocality_unit
 from locality.analysis.runs import RecordedRun, RunGroup, baselines_at
+from locality.analysis.runs import percent as percent
 from locality.analysis.statistics import estimate, mean_curve
 from locality.figures.style import (
     CONVIT,
@@ -21,16 +22,10 @@ from locality.figures.style import (
     INK,
     family_colour,
     family_style,
-    new_figure,
     settings,
 )
 
 PANEL = (4.4, 3.1)  # inches; readable on a phone
-
-
-def percent(fraction: float) -> str:
-    """A fraction in percent: 5%, 0.5%."""
-    return f"{100 * fraction:g}%"
 
 
 def subset_label(fraction: float) -> str:
@@ -41,7 +36,7 @@ def subset_label(fraction: float) -> str:
 def chart(draw: Callable[..., bool | None], *content: Any) -> Figure | None:
     """A new figure drawn by one of the functions below; None if there is nothing to draw."""
     with settings():
-        figure = new_figure(*PANEL)
+        figure = Figure(figsize=PANEL)
         drawn = draw(figure.subplots(), *content)
     return None if drawn is False else figure
 
@@ -269,22 +264,20 @@ def draw_nonlocality(axes: Axes, groups: Sequence[RunGroup], fraction: float) ->
     """Nonlocality of each layer before and after training; False if not measured."""
     measured = [one for one in groups if _by_layer(one.at(fraction), "after", "nonlocality")]
     layers = [one.at(fraction)[0].measures["after"]["layers"] for one in measured]
-    unit, divisors, everywhere = nonlocality_unit([layer for each in layers for layer in each])
-    remaining = iter(divisors)
+    unit, scale, everywhere = nonlocality_unit([layer for each in layers for layer in each])
     looks: dict[str, dict[str, Any]] = {
         "before": {"linestyle": "--", "linewidth": 1.2, "markerfacecolor": "none"},
         "after": {"linestyle": "-", "linewidth": 2},
     }
     for one, own, each in zip(measured, _group_styles(measured), layers, strict=True):
-        divisors = [next(remaining) for _ in each]
         for stage, look in looks.items():
             values = _by_layer(one.at(fraction), stage, "nonlocality")
             if not values:
                 continue
             # Average over heads first; the interval is over seeds.
             found = [
-                estimate(list(layer.mean(axis=1) / divisor))
-                for layer, divisor in zip(values.values(), divisors, strict=True)
+                estimate(list(of_layer.mean(axis=1) / scale(layer)))
+                for of_layer, layer in zip(values.values(), each, strict=True)
             ]
             widths = [each.half_width for each in found if each.half_width is not None]
             axes.errorbar(

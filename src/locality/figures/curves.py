@@ -22,7 +22,6 @@ from locality.analysis.recording import trajectory
 from locality.analysis.runs import group, read_runs
 from locality.analysis.statistics import mean_curve
 from locality.errors import UserError
-from locality.figures.charts import percent
 from locality.figures.style import (
     FAINT,
     INK,
@@ -30,7 +29,6 @@ from locality.figures.style import (
     OTHER,
     family_colour,
     family_style,
-    new_figure,
     settings,
 )
 
@@ -56,7 +54,7 @@ def draw(panels: Sequence[Record], title: str | None = None) -> Figure:
     columns = min(len(panels), _MAX_COLUMNS)
     rows = math.ceil(len(panels) / columns)
     with settings():
-        figure = new_figure(_PANEL[0] * columns, _PANEL[1] * rows)
+        figure = Figure(figsize=(_PANEL[0] * columns, _PANEL[1] * rows))
         if title is not None:
             figure.suptitle(title, fontsize=10, fontweight="bold")
         grid = figure.subplots(rows, columns, squeeze=False).flatten()
@@ -200,8 +198,9 @@ def nonlocality_lines(layers: int) -> list[Line]:
 
     def of(index: int) -> Callable[[Record], Sequence[float]]:
         def values(found: Record) -> list[float]:
-            divisor = nonlocality_unit(found["layers"])[1][index]
-            return [value / divisor for value in found["layers"][index]["nonlocality"]]
+            layer = found["layers"][index]
+            divisor = nonlocality_unit(found["layers"])[1](layer)
+            return [value / divisor for value in layer["nonlocality"]]
 
         return values
 
@@ -283,10 +282,10 @@ def gates(folders: Sequence[Path | str]) -> Figure:
 def _measured(folders: Sequence[Path | str]) -> list[tuple[str, list[Record]]]:
     """Runs measured over training: label and one record per seed of each group."""
     groups = group(read_runs(folders))
-    fractions = {fraction for one in groups for fraction in one.fractions}
+    several = len({part for one in groups for part in one.fractions}) > 1
     return [
         (
-            one.label + (f", {percent(part)} of the images" if len(fractions) > 1 else ""),
+            one.label_at(part) if several else one.label,
             [trajectory(run.path) for run in one.at(part)],
         )
         for one in groups

@@ -31,7 +31,7 @@ from locality.analysis.pictures import (
 )
 from locality.checkpoints import Classifier
 from locality.errors import UserError
-from locality.figures.style import FAINT, GATE_COLOURS, MAP_COLOURS, new_figure, settings
+from locality.figures.style import FAINT, GATE_COLOURS, MAP_COLOURS, settings
 from locality.layers.grid import Grid
 from locality.models import build
 
@@ -75,7 +75,7 @@ def maps(
     widths += [len(_heads(rows, heads)) + 0.5 for rows in blocks]
     with settings():
         height = _INCH * max(map(len, blocks)) + 0.45
-        figure = new_figure(_INCH * sum(widths), height * len(images))
+        figure = Figure(figsize=(_INCH * sum(widths), height * len(images)))
         bands = figure.subfigures(len(images), 1, squeeze=False)[:, 0]
         for band, shown in zip(bands, images, strict=True):
             parts = list(band.subfigures(1, len(widths), width_ratios=widths, squeeze=False)[0])

@@ -12,7 +12,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from markupsafe import Markup
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
@@ -21,8 +21,8 @@ from locality.files import write_output
 # Wong's palette (Nature Methods 8, 441), safe for common colour blindness. Each family has one
 # colour and one marker in all figures, so that they stay distinct in grey.
 CONVIT, DEIT, CVT, OTHER = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
-FAMILY_COLOURS = {"convit": CONVIT, "deit": DEIT, "cvt": CVT}
-FAMILY_MARKERS = {"convit": "o", "deit": "s", "cvt": "^"}
+_FAMILY_COLOURS = {"convit": CONVIT, "deit": DEIT, "cvt": CVT}
+_FAMILY_MARKERS = {"convit": "o", "deit": "s", "cvt": "^"}
 INK, FAINT = "#1a1a1a", "#8a8a8a"
 
 MAP_COLOURS = "viridis"
@@ -35,7 +35,7 @@ _SETTINGS: Any = matplotlib.rc_params_from_file(
     Path(__file__).with_suffix(".mplstyle"), use_default_template=False
 )
 
-_CSS_COLOURS = FAMILY_COLOURS | {"other": OTHER, "ink": INK, "faint": FAINT}
+_CSS_COLOURS = _FAMILY_COLOURS | {"other": OTHER, "ink": INK, "faint": FAINT}
 
 
 @contextlib.contextmanager
@@ -44,13 +44,6 @@ def settings() -> Iterator[None]:
     # Ticks overflow for values near the largest float, such as a diverging loss.
     with matplotlib.rc_context(_SETTINGS), np.errstate(over="ignore"):
         yield
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of width × height inches. Call it inside `settings()`."""
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
 
 
 FORMS: dict[str, tuple[bytes, dict[str, Any]]] = {
@@ -87,34 +80,34 @@ def figure_bytes(figure: Figure, form: str = "png", **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def inline_svg(figure: Figure, identifier: str, description: str) -> str:
+def inline_svg(figure: Figure, title: str) -> Markup:
     """A figure as inline SVG for an HTML page, with the page's colours and font.
 
     Args:
         figure: drawn in the colours of this module, which are replaced by CSS variables (--convit,
             --deit, --cvt, --other, --ink, --faint) to support light and dark themes.
-        identifier: unique on the page; prefixes all ids in the SVG.
-        description: text for screen readers.
+        title: for screen readers; unique on the page, since it prefixes all ids in the SVG.
     """
+    prefix = re.sub(r"\W+", "-", title)
     clear: Any = {"facecolor": "none", "transparent": True, "metadata": {"Date": None}}
     text = figure_bytes(figure, "svg", **clear).decode()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'\bid="', f'id="{identifier}-', text)
-    text = re.sub(r'(href="|url\()#', rf"\1#{identifier}-", text)
+    text = re.sub(r'\bid="', f'id="{prefix}-', text)
+    text = re.sub(r'(href="|url\()#', rf"\1#{prefix}-", text)
     text = re.sub(r"'DejaVu Sans'[^;\"]*", "var(--font)", text)
     for name, colour in _CSS_COLOURS.items():
         text = text.replace(colour, f"var(--{name})")
-    head = f'<svg role="img" aria-label="{html.escape(description)}" '
+    head = f'<svg role="img" aria-label="{html.escape(title)}" '
     text = re.sub(r'(<svg .*?)width="[^"]*" height="[^"]*"', r"\1", text, count=1)
-    return text.replace("<svg ", head, 1)
+    return Markup(text.replace("<svg ", head, 1))
 
 
 def family_colour(family: str) -> str:
     """The colour of a model family ("convit", "deit", "cvt")."""
-    return FAMILY_COLOURS.get(family, OTHER)
+    return _FAMILY_COLOURS.get(family, OTHER)
 
 
 def family_style(family: str) -> dict[str, Any]:
     """The colour and marker of a model family."""
-    return {"color": family_colour(family), "marker": FAMILY_MARKERS.get(family, "D")}
+    return {"color": family_colour(family), "marker": _FAMILY_MARKERS.get(family, "D")}

@@ -59,7 +59,7 @@ class AttentionMaps:
     """
 
     mixed: Tensor
-    content: Tensor | None
+    content: Tensor
     position: Tensor | None
     gate: Tensor | None
     query_grid: Grid

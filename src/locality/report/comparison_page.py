@@ -13,8 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from time import perf_counter
 
-from locality import __version__
-from locality.analysis.baselines import advice
+from locality.analysis.baselines import ADVICE
 from locality.analysis.runs import RecordedRun, RunGroup, baselines_at, group, read_runs
 from locality.analysis.statistics import Estimate, estimate, holm, paired_difference
 from locality.data.folder import place_name
@@ -37,31 +36,21 @@ _ENOUGH_RUNS = 3
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A model and its runs on all images.
+class Candidate(RunGroup):
+    """A model's runs, compared by those on all images.
 
     Attributes:
-        group: its runs, on any fraction of the images.
         shared: images per fold / training images; 0 if the runs differ by seed.
         milliseconds: latency of one image; None if not measured.
     """
 
-    group: RunGroup
     shared: float
     milliseconds: float | None
-
-    @property
-    def label(self) -> str:
-        return self.group.label
-
-    @property
-    def runs(self) -> list[RecordedRun]:
-        return self.group.at(1.0)
 
     @cached_property
     def predictions(self) -> list[Predictions]:
         """The predictions of each run on its validation images."""
-        return [run.predictions() for run in self.runs]
+        return [run.predictions() for run in self.at(1.0)]
 
     @cached_property
     def right(self) -> dict[str, float]:
@@ -72,29 +61,25 @@ class Candidate:
                 answers.setdefault(name, []).append(100.0 * right)
         return {name: fmean(of) for name, of in answers.items()}
 
-    def over_runs(self, name: str) -> Estimate:
-        """Estimate of a number in `result.json`."""
-        return estimate([float(run.result[name]) for run in self.runs], self.shared)
-
     @property
     def passes(self) -> float:
         """Epochs: how many times each image was trained on."""
-        run = self.runs[0]
+        run = self.at(1.0)[0]
         batch = run.config["engine"]["batch_size"]
         return float(run.result["steps"] * batch / run.result["train_images"])
 
     @property
-    def top1(self) -> Estimate:
+    def accuracy(self) -> Estimate:
         """The mean over runs, with the interval over runs, or over images if runs are few."""
-        over_runs = self.over_runs("top1")
-        if len(self.runs) >= _ENOUGH_RUNS:
+        over_runs = self.over_runs(1.0, shared=self.shared)
+        if over_runs.n >= _ENOUGH_RUNS:
             return over_runs
         return replace(estimate([*self.right.values()]), mean=over_runs.mean)
 
     @property
     def best(self) -> RecordedRun:
         """The most accurate run."""
-        return max(self.runs, key=lambda run: float(run.result["top1"]))
+        return max(self.at(1.0), key=lambda run: float(run.result["top1"]))
 
     @property
     def calibration_error(self) -> Estimate:
@@ -102,11 +87,11 @@ class Candidate:
         errors = [100 * found.calibration()[1] for found in self.predictions]
         return estimate(errors, self.shared)
 
-    def accuracy_of(self, classes: int) -> list[float | None]:
+    def per_class(self) -> list[float | None]:
         """Accuracy of each class in per cent, over all runs; None without images."""
         rows = zip(*(found.per_class() for found in self.predictions), strict=True)
         counts = [(sum(n["right"] for n in of), sum(n["images"] for n in of)) for of in rows]
-        return [100 * right / images if images else None for right, images in counts[:classes]]
+        return [100 * right / images if images else None for right, images in counts]
 
 
 @dataclass(frozen=True)
@@ -134,7 +119,7 @@ def pairs_of(candidates: Sequence[Candidate]) -> list[Pair]:
     """All pairs of candidates, sorted by accuracy, on the runs and images they share."""
     pairs = []
     for one, other in combinations(candidates, 2):
-        runs = paired_difference(one.group.top1(1), other.group.top1(1), shared=one.shared)
+        runs = paired_difference(one.top1(1), other.top1(1), shared=one.shared)
         images = paired_difference(one.right, other.right)
         if runs is not None and images is not None:
             pairs.append(Pair(one.label, other.label, runs, images))
@@ -148,26 +133,24 @@ def conclusion(
     best = candidates[0]
     own = [(pair, sure) for pair, sure in zip(pairs, decided, strict=True)
            if pair.first == best.label]  # fmt: skip
-    below = join_names([pair.second for pair, sure in own if sure])
+    beaten = join_names([pair.second for pair, sure in own if sure])
     open_ = [pair for pair, sure in own if not sure]
-    reached = f"{best.label} has the highest accuracy, {format_share(best.top1)}%"
-    if len(best.runs) < 2:
+    reached = f"{best.label} has the highest accuracy, {format_share(best.accuracy)}%"
+    if len(best.at(1.0)) < 2:
         return f"{reached}, with one run per model and so no interval over seeds."
     if not open_:
-        return f"{reached}, significantly above {below} over seeds and over images."
+        return f"{reached}, significantly above {beaten} over seeds and over images."
     rest = join_names([pair.second for pair in open_], "or")
     fewest = sum(p.over_runs.p_value() > p.over_images.p_value() for p in open_)
     more = "more runs" if 2 * fewest > len(open_) else "more images to evaluate on"
-    above = f" and is above {below}, but" if below else ", but"
+    above = f" and is above {beaten}, but" if beaten else ", but"
     return f"{reached}{above} the difference from {rest} is not significant; {more} may decide it."
 
 
 def below_baseline_remark(candidates: Sequence[Candidate], groups: Sequence[RunGroup]) -> str:
     """Advice if the most accurate model is below a baseline; otherwise ""."""
-    found = {name: of.mean for name, of in baselines_at(groups, 1.0).items()}
-    best = candidates[0]
-    warning = advice(best.label, best.top1.mean, found)
-    return f"Even the best model, {warning}." if warning else ""
+    said = candidates[0].below(1.0, baselines_at(groups, 1.0))
+    return f"Even the best model, {said}: {ADVICE}." if said else ""
 
 
 def short_runs_remark(candidates: Sequence[Candidate]) -> str:
@@ -183,11 +166,10 @@ def short_runs_remark(candidates: Sequence[Candidate]) -> str:
 
 def more_images_remark(best: Candidate) -> str:
     """A remark on the gain from more images; "" without several fractions."""
-    fractions = best.group.fractions
-    if len(fractions) < 2:
+    if len(best.fractions) < 2:
         return ""
-    part, top1 = fractions[-2], best.group.top1
-    found = paired_difference(top1(1.0), top1(part), shared=best.shared)
+    part = best.fractions[-2]
+    found = paired_difference(best.top1(1.0), best.top1(part), shared=best.shared)
     if found is None or found.half_width is None:
         return ""
     gain = f"{format_estimate(found, sign=True)} points from {charts.percent(part)} to all images"
@@ -245,12 +227,12 @@ def build_comparison(
         raise UserError("fewer than two models have finished a run on all images")
     folds = groups[0].runs[0].config["data"].get("fold")
     shared = 1 / (folds[1] - 1) if folds else 0.0
-    found = [Candidate(one, shared, milliseconds.get(one.model)) for one in groups]
-    found.sort(key=lambda each: -each.top1.mean)
+    found = [Candidate(one.label, one.runs, shared, milliseconds.get(one.model)) for one in groups]
+    found.sort(key=lambda each: -each.accuracy.mean)
     pairs = pairs_of(found)
     decided = holm([pair.p_value for pair in pairs])
     said = conclusion(found, pairs, decided)
-    drawn = any(len(run.curve) > 1 for run in found[0].runs)  # a curve needs two evaluations
+    drawn = any(len(run.curve) > 1 for run in found[0].at(1.0))  # a curve needs two evaluations
     html = render(
         "locality.report",
         "comparison.html",
@@ -259,20 +241,16 @@ def build_comparison(
         said=said,
         baselines=baselines_at(groups, 1.0),
         remarks=[
-            remark
-            for remark in (
-                f"{waiting} of {waiting + len(folders)} runs have not finished." * bool(waiting),
-                below_baseline_remark(found, groups),
-                short_runs_remark(found),
-                more_images_remark(found[0]),
-            )
-            if remark
+            f"{waiting} of {waiting + len(folders)} runs have not finished." * bool(waiting),
+            below_baseline_remark(found, groups),
+            short_runs_remark(found),
+            more_images_remark(found[0]),
         ],
         folds=folds and folds[1],
-        few=len(found[0].runs) < _ENOUGH_RUNS,
+        few=len(found[0].at(1.0)) < _ENOUGH_RUNS,
         command=shlex.join(["locality", "predict", str(found[0].best.path)]),
         candidates=found,
-        result=found[0].runs[0].result,
+        result=found[0].at(1.0)[0].result,
         evaluated=len(found[0].right),
         pairs=list(zip(pairs, decided, strict=True)),
         classes=_classes(found),
@@ -280,20 +258,17 @@ def build_comparison(
         accuracy=charts.chart(charts.draw_accuracy, groups),
         learning=charts.chart(charts.draw_learning, groups, 1.0) if drawn else None,
         fractions=sorted({part for one in groups for part in one.fractions}),
-        version=__version__,
     )
     return write_page(output, html), said
 
 
-def _classes(candidates: Sequence[Candidate]) -> list[tuple[str, int, list[float | None]]]:
+def _classes(candidates: Sequence[Candidate]) -> list[tuple[str, int, tuple[float | None, ...]]]:
     """Name, evaluated images and accuracies of each class, least accurate first."""
     first = candidates[0].predictions[0]
-    count = len(first.classes)
-    columns = [each.accuracy_of(count) for each in candidates]
-    images = [row["images"] for row in first.per_class()]
+    accuracies = zip(*(each.per_class() for each in candidates), strict=True)
     rows = [
-        (name, images[index], [column[index] for column in columns])
-        for index, name in enumerate(first.classes)
-        if images[index]
+        (name, row["images"], parts)
+        for name, row, parts in zip(first.classes, first.per_class(), accuracies, strict=True)
+        if row["images"]
     ]
     return sorted(rows, key=lambda row: fmean(part or 0.0 for part in row[2]))[:_MAX_CLASSES]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from markupsafe import Markup, escape
 
-from locality import __version__
-from locality.analysis.baselines import advice
+from locality.analysis.baselines import ADVICE
 from locality.analysis.pictures import LayerPicture, Pictures, data_url, load_pictures
 from locality.analysis.recording import MAX_MISTAKES, MISTAKES, recorded_trajectory
 from locality.analysis.runs import (
@@ -24,11 +23,11 @@ from locality.analysis.runs import (
     group,
     read_runs,
 )
-from locality.analysis.statistics import Estimate, estimate, proportion_interval
+from locality.analysis.statistics import Estimate, proportion_interval
 from locality.data.folder import place_name, read_image, short_name
 from locality.errors import UserError
 from locality.figures import charts, curves, maps
-from locality.figures.style import Figure, inline_svg
+from locality.figures.style import inline_svg
 from locality.settings import flatten
 from locality.templates import render, write_page
 from locality.training.config import read_config
@@ -66,7 +65,7 @@ def build_report(
     if not groups:
         waiting = f" ({len(unfinished)} have started)" if unfinished else ""
         raise UserError(f"none of these runs has finished{waiting}: nothing to report")
-    content = _content(groups) | {"unfinished": unfinished, "version": __version__}
+    content = _content(groups) | {"unfinished": unfinished}
     page = render("locality.report", "report.html", FILTERS, **content)
     return write_page(output, page, overwrite)
 
@@ -92,10 +91,10 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         if any(len(run.curve) > 1 for one in groups for run in one.at(part))
     ]
     below = [
-        sentence.rpartition(": ")
+        said
         for one in groups
         for part in one.fractions
-        if (sentence := _below(one, part, baselines[part]))
+        if (said := one.below(part, baselines[part]))
     ]
     return {
         "title": _title(groups),
@@ -111,8 +110,7 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         # Top-5 accuracy is 100% with at most five classes.
         "top5": any(len(run.classes()) > 5 for run in runs),
         "baselines": baselines,
-        # The advice is the same for all.
-        "below": below and f"{'; '.join(head for head, *_ in below)}: {below[0][-1]}",
+        "below": below and f"{'; '.join(below)}: {ADVICE}",
         "accuracy": charts.chart(charts.draw_accuracy, groups) if several else None,
         "learning": _panels("Learning curves", learnt, charts.draw_learning, groups),
         "gates": [
@@ -131,7 +129,6 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         "reach": maps.REACH,
         "shared": {n: value for n, value in _settings(runs[0]).items() if n not in apart},
         "differing": differing_settings([_settings(one.runs[0]) for one in groups]),
-        "rows": [_row(one, part) for part in fractions for one in groups if one.at(part)],
         "environments": _environments(runs),
         "runs": runs,
     }
@@ -190,16 +187,13 @@ def breakable(name: str) -> Markup:
     return Markup(re.sub(r"(?<=[_/])(?=\w)", "<wbr>", str(escape(name))))
 
 
-def _images(comparison: BaselinePair) -> str:
-    """ "5% of the training images (67)"; "all training images (1,348)"."""
-    return f"{charts.subset_label(comparison.fraction)} ({comparison.images:,})"
-
-
 def pair_sentence(comparison: BaselinePair) -> str:
     """The result of one comparison as a sentence."""
     (first, ours), (second, theirs) = comparison.sides
-    opening = f"With {_images(comparison)}, {first.label} reaches {ours.mean:.1f}%"
-    opening += f" and {second.label} {theirs.mean:.1f}%"
+    opening = (
+        f"With {charts.subset_label(comparison.fraction)} ({comparison.images:,}), {first.label} "
+        f"reaches {ours.mean:.1f}% and {second.label} {theirs.mean:.1f}%"
+    )
     found = comparison.difference
     if found is None:
         return f"{opening}; they share no seed, so there is no paired difference."
@@ -216,46 +210,33 @@ def _points(difference: float) -> str:
     return f"{abs(difference):.1f} percentage points {word}"
 
 
-def _below(one: RunGroup, fraction: float, baselines: Mapping[str, Estimate]) -> str:
-    """Advice if a group's accuracy is below a baseline's; otherwise ""."""
-    top1 = estimate(list(one.top1(fraction).values())).mean
-    found = {name: of.mean for name, of in baselines.items()}
-    whole = tuple(one.fractions) == (1,)
-    name = one.label if whole else f"{one.label} on {charts.subset_label(fraction)}"
-    return advice(name, top1, found)
-
-
-def _svg(figure: Figure | None, title: str) -> Markup:
-    """A chart as inline SVG; the title is its accessible name and prefixes its ids."""
-    assert figure is not None
-    return Markup(inline_svg(figure, re.sub(r"\W+", "-", title), title))
-
-
 def _panels(
     what: str, fractions: Sequence[float], draw: Callable[..., Any], content: Any
 ) -> list[tuple[Markup, str]]:
     """One chart and title per fraction, without empty charts."""
-    titled = {charts.subset_label(part): part for part in fractions}
-    drawn = {title: charts.chart(draw, content, part) for title, part in titled.items()}
-    return [
-        (_svg(figure, f"{what}, {title}"), title)
-        for title, figure in drawn.items()
-        if figure is not None
-    ]
+    panels = []
+    for part in fractions:
+        figure, title = charts.chart(draw, content, part), charts.subset_label(part)
+        if figure is not None:
+            panels.append((inline_svg(figure, f"{what}, {title}"), title))
+    return panels
 
 
 def _over_training(groups: Sequence[RunGroup]) -> list[tuple[str, list[Markup]]]:
     """Nonlocality and gates during training, of runs on the largest fraction with recordings."""
     measured = []
     for one in groups:
-        found = [recorded_trajectory(run.path) for run in one.at(one.fractions[-1])]
+        part = one.fractions[-1]
+        found = [recorded_trajectory(run.path) for run in one.at(part)]
         if recorded := [each for each in found if each is not None]:
-            part = charts.percent(one.fractions[-1])
-            measured.append((f"{one.label}, {part} of the images", recorded))
+            measured.append((one.label_at(part), recorded))
     titled = {"Nonlocality": curves.nonlocality_panels(measured)}
     titled |= {f"Gates of {label}": curves.gate_panels(seeds) for label, seeds in measured}
     return [
-        (title, [_svg(curves.draw([panel]), f"{title}, {panel['title']}") for panel in panels])
+        (
+            title,
+            [inline_svg(curves.draw([panel]), f"{title}, {panel['title']}") for panel in panels],
+        )
         for title, panels in titled.items()
         if panels
     ]
@@ -268,8 +249,7 @@ def _attention_galleries(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
         run = one.at(one.fractions[-1])[0]
         pictures = run.pictures()
         if pictures is not None and pictures.layers:
-            of = "" if run.fraction == 1 else f", {charts.percent(run.fraction)} of the images"
-            seen.append((f"{one.label}{of}, seed {run.seed}", pictures))
+            seen.append((f"{one.label_at(run.fraction)}, seed {run.seed}", pictures))
     if not seen:
         return []
     first = seen[0][1]
@@ -320,16 +300,6 @@ def _box(layer: LayerPicture) -> str:
         f"top:{100 * row / rows:.3f}%;left:{100 * column / columns:.3f}%;"
         f"height:{100 / rows:.3f}%;width:{100 / columns:.3f}%"
     )
-
-
-def _row(one: RunGroup, fraction: float) -> dict[str, Any]:
-    """One row of the results table: shared values, and estimates over seeds."""
-    results = [run.result for run in one.at(fraction)]
-    over_seeds = {
-        name: estimate([float(result[name]) for result in results])
-        for name in ("top1", "top5", "seconds")
-    }
-    return {"group": one, "fraction": fraction, "n": len(results)} | results[0] | over_seeds
 
 
 def _settings(run: RecordedRun) -> dict[str, Any]:
@@ -390,7 +360,6 @@ def single_run(run: RecordedRun) -> dict[str, Any]:
             # A curve needs two points.
             if any(len(charts.curve_of(run, column)) > 1 for column in columns)
         },
-        "seconds": run.result.get("seconds"),
         "eval_seconds": sum(row.get("eval_seconds", 0) for row in run.timing),
         "skipped": run.skipped(),
         "predictions": None,
@@ -472,7 +441,7 @@ FILTERS: dict[str, Any] = {
     "range": format_range,
     "thousands": lambda number: f"{number:,.0f}",
     "millions": lambda number: f"{number / 1e6:.2f} M",
-    "svg": _svg,
+    "svg": inline_svg,
     "subset_label": charts.subset_label,
     "gate_colour": maps.gate_colour,
     "uniform_colour": maps.uniform_colour,

@@ -261,7 +261,6 @@ def _page(classifier: Classifier, title: str = "") -> str:
         name=classifier.name,
         size=classifier.preprocessing.size,
         megabytes=MEGABYTES,
-        version=__version__,
     )
 
 
@@ -282,11 +281,10 @@ def content_policy(classifier: Classifier, framed: bool) -> str:
         classifier: the page's model.
         framed: allow other pages to show it in a frame.
     """
-    explorer: dict[str, Any] = {"data": "", "blobs": [], "models": [], "version": ""}
-    both = _page(classifier) + render("locality.analysis", "explorer.html", **explorer)
+    explorer = render("locality.analysis", "explorer.html", data="", blobs=[], models=[])
     scripts = [
         b64encode(hashlib.sha256(script.encode()).digest()).decode()
-        for script in re.findall("<script>(.*?)</script>", both, re.DOTALL)
+        for script in re.findall("<script>(.*?)</script>", _page(classifier) + explorer, re.DOTALL)
     ]
     rules = {
         "default-src": "'none'",

@@ -25,7 +25,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from markupsafe import Markup
 from tqdm import tqdm
 
 from locality import checks, settings
@@ -256,7 +255,7 @@ class Search:
     def _page(self, result: Mapping[str, Any]) -> str:
         rows = [row for row in self.table.rows(2**62) if int(row["round"]) == self.round]
         panels = [
-            Markup(style.inline_svg(drawn, name, name))
+            style.inline_svg(drawn, name)
             for name in _AXES
             if (drawn := charts.chart(_draw_candidates, rows, name, _AXES[name]))
         ]
