@@ -18,6 +18,7 @@ from locality.analysis.pictures import Pictures, load_pictures
 from locality.analysis.recording import MEASURES, PICTURES
 from locality.analysis.statistics import Estimate, estimate, paired_difference
 from locality.checkpoints.registry import read_run_settings
+from locality.data.folder import place_name
 from locality.errors import UserError
 from locality.files import read_shaped
 from locality.models.variants import FAMILY_NAMES, VARIANTS, family_of
@@ -124,6 +125,13 @@ class RunGroup:
     @property
     def dataset(self) -> str:
         return self.runs[0].dataset
+
+    @property
+    def dataset_name(self) -> str:
+        """The dataset's name; for custom data the folder's name."""
+        root = self.runs[0].config["data"].get("root")
+        custom = root is not None and self.dataset in ("folder", "table", "arrow")
+        return place_name(root) if custom else self.dataset
 
     @property
     def fractions(self) -> list[float]:

@@ -16,7 +16,6 @@ from time import perf_counter
 from locality.analysis.baselines import ADVICE
 from locality.analysis.runs import RecordedRun, RunGroup, baselines_at, group, read_runs
 from locality.analysis.statistics import Estimate, estimate, holm, paired_difference
-from locality.data.folder import place_name
 from locality.errors import UserError, one_line
 from locality.figures import charts
 from locality.report.page import FILTERS, format_estimate, format_share, join_names
@@ -237,7 +236,7 @@ def build_comparison(
         "locality.report",
         "comparison.html",
         FILTERS,
-        title=f"Which model for {place_name(groups[0].runs[0].config['data']['root'])}?",
+        title=f"Which model for {groups[0].dataset_name}?",
         said=said,
         baselines=baselines_at(groups, 1.0),
         remarks=[

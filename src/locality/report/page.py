@@ -24,7 +24,7 @@ from locality.analysis.runs import (
     read_runs,
 )
 from locality.analysis.statistics import Estimate, proportion_interval
-from locality.data.folder import place_name, read_image, short_name
+from locality.data.folder import read_image, short_name
 from locality.errors import UserError
 from locality.figures import charts, curves, maps
 from locality.figures.style import inline_svg
@@ -83,6 +83,10 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         for gate in layer["gates"] or []
     }
     several = len(runs) > 1
+    datasets = sorted({one.dataset_name for one in groups})
+    models = f"{len(groups)} models or settings"
+    if len(groups) <= _MAX_NAMES:
+        models = join_names([one.label for one in groups])
     baselines = {part: baselines_at(groups, part) for part in fractions}
     apart = differing_settings([_settings(run) for run in runs])
     learnt = [  # a curve needs two evaluations
@@ -97,11 +101,11 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         if (said := one.below(part, baselines[part]))
     ]
     return {
-        "title": _title(groups),
+        "title": f"{models} on {join_names(datasets)}",
         "kind": "run" if not several else "experiment" if len(fractions) > 1 else "comparison",
         "one": None if several else single_run(runs[0]),
         "fractions": fractions,
-        "datasets": _datasets(groups),
+        "datasets": datasets,
         "comparisons": [(each, pair_sentence(each)) for each in comparisons],
         "besides": sorted({name for each in comparisons for name in each.other_changed_settings()}),
         "groups": groups,
@@ -132,24 +136,6 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         "environments": _environments(runs),
         "runs": runs,
     }
-
-
-def _title(groups: Sequence[RunGroup]) -> str:
-    """The models and the datasets."""
-    labels = [one.label for one in groups]
-    several = f"{len(labels)} models or settings"
-    models = join_names(labels) if len(labels) <= _MAX_NAMES else several
-    return f"{models} on {join_names(_datasets(groups))}"
-
-
-def _datasets(groups: Sequence[RunGroup]) -> list[str]:
-    """Dataset names; for custom data the folder's name."""
-    names = set()
-    for one in groups:
-        data = one.runs[0].config["data"]
-        root = data.get("root") if one.dataset in ("folder", "table", "arrow") else None
-        names.add(place_name(root) if isinstance(root, str) else one.dataset)
-    return sorted(names)
 
 
 def format_estimate(found: Estimate, sign: bool = False) -> str:
