@@ -77,9 +77,10 @@ class RequestBodies:
     async def drop(self, request: Request) -> None:
         """Read the body to its end: clients that are still sending do not read the response."""
         with contextlib.suppress(HTTPException):
-            await self._read(request, None)
+            async with self.image(request):
+                pass
 
-    async def _read(self, request: Request, kept: bytearray | None) -> None:
+    async def _read(self, request: Request, kept: bytearray) -> None:
         """Append the body to `kept`. A body that is too large is read to its end and dropped."""
         length = 0
         try:
@@ -88,8 +89,6 @@ class RequestBodies:
                     length += len(piece)
                     if length > _MAX_READ_BYTES:
                         break
-                    if kept is None:
-                        continue
                     if length > _LARGEST:
                         self._held -= len(kept)
                         kept.clear()
@@ -104,7 +103,7 @@ class RequestBodies:
         except ClientDisconnect:
             sentence = "the connection was closed before the image had arrived"
             raise HTTPException(400, sentence) from None
-        if kept is not None and length > _LARGEST:
+        if length > _LARGEST:
             raise _too_large()
 
 
