@@ -200,12 +200,9 @@ def application(
             try:
                 crops = await decode(data)
                 return await anyio.to_thread.run_sync(partial(answer, crops), limiter=one)
-            except Busy as error:
-                raise HTTPException(503, str(error)) from None
-            except NonFiniteLogits as error:
-                raise HTTPException(500, str(error)) from None
-            except (BadImage, UserError) as error:
-                raise HTTPException(422, str(error)) from None
+            except (Busy, BadImage, UserError) as error:
+                status = {Busy: 503, NonFiniteLogits: 500}.get(type(error), 422)
+                raise HTTPException(status, str(error)) from None
             except BrokenWorkerProcess:
                 sentence = "the process that decoded the image was killed; probably out of memory"
                 raise HTTPException(503, sentence) from None

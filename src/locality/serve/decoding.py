@@ -90,12 +90,10 @@ class Decoder:
                     return await in_process(
                         _decode, data, settings, lane.bytes, *self._made, limiter=self._processes
                     )
-            except TooManyPixels:
-                if lane is LANES[-1]:
-                    raise
-            except BadImage:
+            except BadImage as error:
                 # WebP allocates memory before it reports the number of pixels.
-                if lane is LANES[-1] or data[8:12] != b"WEBP":
+                larger = isinstance(error, TooManyPixels) or data[8:12] == b"WEBP"
+                if lane is LANES[-1] or not larger:
                     raise
             except MemoryError:
                 raise BadImage(
