@@ -16,6 +16,7 @@ import stat
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -125,7 +126,7 @@ def parse_json(text: str, where: str) -> Any:
         raise UserError(f"{where} is not JSON: {error}") from error
     except RecursionError:
         raise _too_deep(where) from None
-    _check_extent(content, where)
+    _check_extent(content, where, _MOST_VALUES)
     return content
 
 
@@ -137,42 +138,52 @@ def read_yaml(path: Path | str) -> Any:
 def parse_yaml(text: str, where: str) -> Any:
     """The value of a YAML text, read by a safe loader; `where` names it in errors."""
     with wrap_errors(f"{where} is not valid YAML", yaml.YAMLError, ValueError, TypeError):
-        _check_events(yaml.parse(text, _Loader), where)
-        return _Loader(text).get_single_data()
+        depth = 0
+        event: Any
+        for event in yaml.parse(text, _Loader):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > _DEEPEST:  # libyaml would overflow the stack
+                raise _too_deep(where)
+            if (tag := getattr(event, "tag", None)) is not None:
+                raise UserError(f"{where}, line {event.start_mark.line + 1}: remove the tag {tag}")
+        loader = _Loader(text)
+        if (node := loader.get_single_node()) is None:
+            return None
+        # Before building values, since merged mappings are copied.
+        _check_extent(node, where, _MOST_YAML_VALUES)
+        return loader.construct_document(node)
 
 
-def _check_events(events: Iterable[Any], where: str) -> None:
-    """Check the limits of YAML before building values; PyYAML has none."""
-    anchors: dict[str | None, int] = {}
-    # For each open collection: its anchor, values including referenced ones, direct values.
-    inside: list[list[Any]] = [[None, 0, 0]]
-    count = 0
-    for event in events:
-        size = 0
-        if isinstance(event, yaml.CollectionStartEvent):
-            inside.append([event.anchor, 1, 0])
-            count += 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, size, direct = inside.pop()
-            anchors[anchor] = size
-            if isinstance(event, yaml.MappingEndEvent) and direct > 2 * _MOST_NAMES:
-                raise UserError(f"{where} holds more than {_MOST_NAMES:,} names in one place")
-        elif isinstance(event, yaml.AliasEvent):
-            if event.anchor not in anchors:
-                raise UserError(f"{where}: *{event.anchor} refers to itself or is not defined")
-            size = anchors[event.anchor]
-            count += size
-        elif isinstance(event, yaml.ScalarEvent):
-            size = anchors[event.anchor] = 1
-            count += 1
-        if (tag := getattr(event, "tag", None)) is not None:
-            raise UserError(f"{where}, line {event.start_mark.line + 1}: remove the tag {tag}")
-        inside[-1][1] += size
-        inside[-1][2] += size > 0
-        if count + len(inside) > _MOST_YAML_VALUES:
-            raise UserError(f"{where} holds more than {_MOST_YAML_VALUES:,} values")
-        if len(inside) > _DEEPEST:
-            raise _too_deep(where)
+def _check_extent(whole: Any, where: str, most: int) -> None:
+    """Check the number of values in a JSON value or YAML node, and how deep they are."""
+    count, level = 0, [whole]
+    for _ in range(_DEEPEST + 1):
+        inside: list[Any] = []
+        for value in level:
+            inside += _inside(value, where)
+            if count + len(inside) > most:
+                raise UserError(f"{where} holds more than {most:,} values")
+        count, level = count + len(inside), inside
+    if level:
+        raise _too_deep(where)
+
+
+def _inside(value: Any, where: str) -> list[Any]:
+    """What a value or node contains; what YAML refers to several times counts each time."""
+    if isinstance(value, yaml.MappingNode):
+        if len(value.value) > _MOST_NAMES:
+            raise UserError(f"{where} holds more than {_MOST_NAMES:,} names in one place")
+        return [*chain.from_iterable(value.value)]
+    if isinstance(value, dict):
+        return [*value.values()]
+    if isinstance(value, yaml.SequenceNode):
+        return value.value
+    return value if isinstance(value, list) else []
+
+
+def _too_deep(where: str) -> UserError:
+    return UserError(f"{where} is nested more than {_DEEPEST} levels deep")
 
 
 def read_rows(
@@ -255,25 +266,6 @@ def _is_formula(cell: str) -> bool:
         float(inner)
         return False
     return True
-
-
-def _check_extent(content: Any, where: str) -> None:
-    count, level = 0, [content]
-    for _ in range(_DEEPEST + 1):
-        inside: list[Any] = []
-        for value in level:
-            if isinstance(value, (dict, list, tuple, set)):
-                count += len(value)
-                if count > _MOST_VALUES:
-                    raise UserError(f"{where} holds more than {_MOST_VALUES:,} values")
-                inside += value.values() if isinstance(value, dict) else value
-        level = inside
-    if level:
-        raise _too_deep(where)
-
-
-def _too_deep(where: str) -> UserError:
-    return UserError(f"{where} is nested more than {_DEEPEST} levels deep")
 
 
 @contextlib.contextmanager
