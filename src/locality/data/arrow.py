@@ -111,21 +111,25 @@ def open_arrow(config: DataConfig) -> tuple[list[str], ImageSource, ImageSource 
     parts = _parts(folder)
     opened = {part: _read(files, part, folder) for part, files in parts.items()}
     hf, train = huggingface_datasets(), opened["train"]
-    columns = (
-        _column("image", config, train, hf.Image, ("image", "img")),
-        _column("label", config, train, hf.ClassLabel, ("label", "labels", "cls")),
-    )
-    classes = _classes(train, columns[1], folder)
-    numbered = not _names(train, columns[1]) and "int" in train.features[columns[1]].dtype
-    sources = {}
+    image = _column("image", config, train, hf.Image, ("image", "img"))
+    label = _column("label", config, train, hf.ClassLabel, ("label", "labels", "cls"))
+    classes: list[str] = []
+    sources: dict[str, ImageSource] = {}
     for part, rows in opened.items():
-        if missing := [name for name in columns if name not in rows.features]:
+        if missing := [name for name in (image, label) if name not in rows.features]:
             raise UserError(f"{part} in '{folder}' has no column {some(missing)}, which train has")
-        labels = _labels(rows, columns[1], classes, part, folder)
+        names, labels = _labels(rows, label, classes, f"{part} in '{folder}'")
+        if part == "train":
+            numbered = not names
+            classes = names or [str(number) for number in range(labels.max(initial=-1) + 1)]
+        elif difference := class_difference({"train": classes, part: names}):
+            raise UserError(f"train and {part} in '{folder}' have different classes: {difference}")
+        numbers = {name: number for number, name in enumerate(classes)}
+        labels = np.array([numbers[name] for name in names or classes], np.int64)[labels]
         files = [(str(path.relative_to(folder)), str(path)) for path in parts[part]]
         name = f"{folder}/{part}"
         inside = None if config.allow_outside else folder
-        source = ArrowSource(rows, columns[0], labels, name, config.decoding, files, inside)
+        source = ArrowSource(rows, image, labels, name, config.decoding, files, inside)
         source.numbered = numbered
         sources[part] = source
     return classes, sources["train"], sources.get("val")
@@ -232,44 +236,25 @@ def _column(
     )
 
 
-def _classes(rows: datasets.Dataset, column: str, folder: Path) -> list[str]:
-    """Class names declared in the files, else text labels, else numbers."""
-    if names := _names(rows, column):
-        return names
-    values = rows.data.column(column).unique().drop_null().to_pylist()
-    if all(isinstance(value, str) for value in values):
-        return sort_classes(values)
-    if not all(isinstance(value, int) for value in values):
-        raise UserError(f"the column {column} holds neither names nor integers")
-    _check_numbers(values, _MAX_CLASSES, f"{column} of train in '{folder}'")
-    return [str(number) for number in range(max(values, default=-1) + 1)]
-
-
-def _names(rows: datasets.Dataset, column: str) -> list[str]:
-    return list(getattr(rows.features[column], "names", None) or [])
-
-
-def _check_numbers(values: Any, count: int, what: str) -> None:
-    if len(values) and not 0 <= min(values) <= max(values) < count:
-        raise UserError(
-            f"{what} ranges from {min(values)} to {max(values)}; give 0 to {count - 1:,}"
-        )
-
-
 def _labels(
-    rows: datasets.Dataset, column: str, classes: list[str], part: str, folder: Path
-) -> npt.NDArray[np.int64]:
+    rows: datasets.Dataset, column: str, classes: list[str], where: str
+) -> tuple[list[str], npt.NDArray[np.int64]]:
+    """Class names and each row's index into them; numbers without names are of `classes`."""
     cells = rows.data.column(column)
     if cells.null_count:
-        raise UserError(f"{cells.null_count} rows of {part} in '{folder}' have no {column}")
-    names, values = _names(rows, column), cells.to_numpy()
-    held = names or classes
-    if values.dtype == object:
-        found, values = np.unique(values.astype(str), return_inverse=True)
-        names = found.tolist()
-        held = [*classes, *names]
-    if difference := class_difference({"train": classes, part: held}):
-        raise UserError(f"train and {part} in '{folder}' have different classes: {difference}")
-    _check_numbers(values, len(names or classes), f"{column} of {part} in '{folder}'")
-    number = {name: index for index, name in enumerate(classes)}
-    return np.array([number[name] for name in names], np.int64)[values] if names else values
+        raise UserError(f"{cells.null_count} rows of {where} have no {column}")
+    names = list(getattr(rows.features[column], "names", None) or [])
+    values = cells.to_numpy()
+    if all(isinstance(value, str) for value in values):
+        names = sort_classes([*classes, *values])
+        numbers = {name: number for number, name in enumerate(names)}
+        return names, np.array([numbers[value] for value in values], np.int64)
+    if values.dtype.kind not in "biu":
+        raise UserError(f"the column {column} of {where} holds neither names nor integers")
+    names, count = names or classes, len(names or classes) or _MAX_CLASSES
+    if not 0 <= values.min() <= values.max() < count:
+        raise UserError(
+            f"{column} of {where} ranges from {values.min()} to {values.max()}; give 0 to "
+            f"{count - 1:,}"
+        )
+    return names, values.astype(np.int64)
