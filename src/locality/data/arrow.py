@@ -27,7 +27,7 @@ from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
 from locality.data.decoding import decode, read_bytes
 from locality.data.folder import is_inside, outside_error, part_of, require_folder, train_and_val
 from locality.data.sources import BadImage, ImageSource
-from locality.errors import UserError, require, some
+from locality.errors import UserError, require, some, wrap_errors
 from locality.files import atomic_file
 
 if TYPE_CHECKING:
@@ -172,17 +172,10 @@ def _read(files: list[Path], part: str, folder: Path) -> datasets.Dataset:
     parquet = [path for path in files if path.suffix == ".parquet"]
     if arrow and parquet:
         raise UserError(f"'{folder}' has .arrow and .parquet files for {part}; keep one of the two")
-    try:
+    names = some(str(path.relative_to(folder)) for path in files)
+    with wrap_errors(f"'{folder}': {names} cannot be read", OSError, ValueError):
         files = arrow or [_convert_parquet(path) for path in parquet]
         return hf.concatenate_datasets([hf.Dataset.from_file(str(path)) for path in files])
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:
-        if getattr(error, "errno", None) is not None:
-            raise
-        names = some([str(path.relative_to(folder)) for path in arrow or parquet])
-        cause = str(error).splitlines()[0]
-        raise UserError(f"'{folder}': {names} cannot be read: {cause}") from error
 
 
 def _convert_parquet(path: Path) -> Path:

@@ -7,15 +7,17 @@ columns are errors, which name the line.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
 import io
 import os
 import re
+import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, partial
-from itertools import islice
+from functools import cache
+from itertools import chain, islice
 from pathlib import Path
 
 from locality.data.classes import sort_classes
@@ -127,33 +129,36 @@ class _Table:
 
     def __init__(self, path: Path, config: DataConfig) -> None:
         self.path, self.files = path, _Files(path.parent)
-        lines = list(islice(_lines(path), _SAMPLE))
-        said = re.fullmatch(r'"?sep=(.)"?\s*', lines[0], re.IGNORECASE) if lines else None
-        self._skipped = 1 if said else 0
-        self._mark = said.group(1) if said else _separator(lines)
-        self._parse = partial(_rows, path, mark=self._mark, skipped=self._skipped)
-        parsed = list(self._parse(lines, whole=False)) or list(self._parse(lines))
-        if not parsed:
+        lines = _lines(path)
+        first = list(islice(lines, _SAMPLE))
+        said = re.fullmatch(r'"?sep=(.)"?\s*', first[0], re.IGNORECASE) if first else None
+        self._mark = said[1] if said else _separator(path, first)
+        rows = _rows(path, chain(first, lines), self._mark)
+        sample = [*islice(rows, 1 if said else 0, _SAMPLE)]
+        self._rows = chain(sample, rows)
+        if not sample:
             raise UserError(f"'{path}' has no rows")
-        rows = [row for _, row in parsed]
-        self.heading, self.width = rows[0], len(rows[0])
+        self.heading = sample[0][1]
+        self.width = len(self.heading)
         if self.width == 1:
             raise UserError(
-                f"'{path}' has a single column ({rows[0][0]!r}); expected an image and its class"
+                f"'{path}' has a single column ({self.heading[0]!r}); expected an image and its "
+                f"class"
             )
         given = [name for name in (config.image_column, config.label_column) if name is not None]
         named = [name for name in given if self.column(name) + 1 != _number(name)]
-        rows = [row for row in rows if len(row) == self.width]
-        self.images, find, self.found = self._image_column(config.image_column, rows)
+        cells = [row for _, row in sample if len(row) == self.width]
+        self.images, find, self.found = self._image_column(config.image_column, cells)
         # Unless a column is given by name, the first row is data if its image exists or has an
         # image's suffix, or if a later row repeats one of its cells.
-        first, later = rows[0], list(zip(*rows[1:], strict=True)) or [()] * self.width
-        suffix = _suffix(first[self.images])
+        columns = list(zip(*cells, strict=True))
+        image, *others = columns[self.images]
+        suffix = _suffix(image)
         if not named and (
-            find(first[self.images]) is not None
+            find(image) is not None
             or suffix in IMAGE_SUFFIXES
-            or (suffix and all(suffix == _suffix(cell) for cell in later[self.images]))
-            or any(cell and cell in cells for cell, cells in zip(first, later, strict=True))
+            or (suffix and all(suffix == _suffix(other) for other in others))
+            or any(first and first in later for first, *later in columns)
         ):
             self.heading = []
 
@@ -178,12 +183,11 @@ class _Table:
             UserError: a row has the wrong width, its image is repeated, outside the folder or not
                 a file, or too many images are missing.
         """
-        kept: dict[str, str] = {}  # most cells repeat
         seen: dict[str, int] = {}
         missing: list[str] = []
         other: list[str] = []
         lines, rows = [], []
-        for line, row in self._parse(_lines(self.path)):
+        for line, row in self._rows:
             if self.heading and not seen and row == self.heading:
                 continue
             where = f"line {line} of '{self.path}'"
@@ -205,13 +209,12 @@ class _Table:
                     break
             elif found != name:
                 other.append(f"'{name}' is '{found}'")
-            name = name if found is None else found
+            name = row[self.images] = name if found is None else found
             if name in seen:
                 raise UserError(f"{where} names '{name}', and so does line {seen[name]}")
             seen[name] = line
             lines.append(line)
-            rows.append([kept.setdefault(cell, cell) for cell in row])
-            rows[-1][self.images] = name
+            rows.append([*map(sys.intern, row)])  # most cells repeat
         if not rows:
             raise UserError(f"'{self.path}' names no image")
         if len(missing) in (len(rows), config.max_bad_images + 1):
@@ -312,18 +315,16 @@ class _Files:
                 raise outside_error(f"{where} names '{name}'", self.root)
             if (found := self.exact(each)) is not None:
                 return found
-            if name and self._exists(each):
+            if name and os.path.exists(self.root / each):
                 raise UserError(f"{where} names '{name}', a folder, device or pipe; give a file")
         return self.near(name)
 
     def exact(self, name: str) -> str | None:
         """The name itself, if it is a file."""
         folder, last = os.path.split(name)
-        if last in self._listed(folder):
-            return name
-        path = self.root / name
-        # Listings leave out hidden files.
-        return name if last and self._exists(name) and path.is_file() else None
+        # Listings are faster than a look at each file, but leave out hidden ones.
+        found = last in self._listed(folder) or (last and os.path.isfile(self.root / name))
+        return name if found else None
 
     def near(self, name: str) -> str | None:
         """The only file that differs just in case, accents' encoding or a missing suffix."""
@@ -338,12 +339,6 @@ class _Files:
             if (found := self._by_key(folder, kind).get(_key(last))) is not None:
                 return os.path.join(folder, found)
         return None
-
-    def _exists(self, name: str) -> bool:
-        try:
-            return (self.root / name).exists()
-        except (OSError, ValueError):  # too long, or with a zero byte
-            return False
 
     def _list(self, folder: str) -> frozenset[str]:
         try:
@@ -377,28 +372,28 @@ def _lines(path: Path) -> Iterator[str]:
                 yield re.sub(r" +([\r\n]*)$", r"\1", line)
 
 
-def _rows(
-    path: Path, lines: Iterable[str], mark: str, skipped: int = 0, whole: bool = True
-) -> Iterator[tuple[int, list[str]]]:
-    """Rows with the lines in which they begin; unless `whole`, stops at an unreadable row."""
+def _rows(path: Path, lines: Iterable[str], mark: str) -> Iterator[tuple[int, list[str]]]:
+    """Rows with the lines in which they begin."""
     reader = csv.reader(lines, delimiter=mark, skipinitialspace=True, strict=True)
     line = 1
     try:
         for row in reader:
             cells = [without_mark(cell.strip()) for cell in row]
-            if any(cells) and line > skipped:
+            if any(cells):
                 yield line, cells
             line = reader.line_num + 1
     except csv.Error as error:
-        if whole:
-            raise UserError(f"line {line} of '{path}' is not CSV: {error}; {_QUOTES}") from error
+        raise UserError(f"line {line} of '{path}' is not CSV: {error}; {_QUOTES}") from error
 
 
-def _separator(lines: list[str]) -> str:
+def _separator(path: Path, lines: list[str]) -> str:
     """The separator that isolates the most image names, and gives rows of equal width."""
 
     def merits(mark: str) -> tuple[int, bool, bool]:
-        rows = [row for _, row in _rows(Path(), lines, mark, whole=False)]
+        rows = list[list[str]]()
+        with contextlib.suppress(UserError):  # the last row may be cut
+            for _, row in _rows(path, lines, mark):
+                rows.append(row)
         widths = Counter(map(len, rows))
         usual = widths.most_common(1)[0][0] if widths else 0
         named = [r for r in rows if len(r) == usual > 1 and {*map(_suffix, r)} & IMAGE_SUFFIXES]
