@@ -9,10 +9,10 @@ Its only state is a cache of decoded and resized images.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -198,10 +198,13 @@ class TrainBatches(Batches):
         step, micro = divmod(number, self.accumulate)
         positions = self.positions(step, micro)
         indices = sample_order(positions, len(self.source), self.seed, self.augment.repeats)
+        images: Images
         if (pixels := self.in_memory()) is not None:
-            images: Images = self._drawn(pixels[torch.from_numpy(indices)], positions)
+            images = pixels[torch.from_numpy(indices)]
+            if not self.transform.fixed:
+                images = torch.stack(self._drawn(self.transform.padded(images), positions))
         else:
-            images = self._read(positions, indices, skipped)
+            images = self._drawn(self._read(positions, indices, skipped), positions)
         if self.augment.affine:
             images = warp(images, affine_matrices(self._uniform(positions, 4), self.augment.affine))
         batch = self.make_batch(images, indices, positions, step, micro)
@@ -220,47 +223,31 @@ class TrainBatches(Batches):
         drawn = hash_seed(self.seed, Stream.AFFINE, positions[:, None], np.arange(count))
         return torch.from_numpy((drawn >> np.uint64(40)).astype(np.float32) / 2**24)
 
-    def _drawn(self, pixels: torch.Tensor, positions: Indices) -> torch.Tensor:
-        """Transform images that are in memory."""
-        if self.transform.fixed:
-            return pixels
-        drawn, seeds = [], self._seeds(Stream.AUGMENT, positions)
-        for image, seed in zip(self.transform.padded(pixels), seeds, strict=True):
+    def _drawn(self, images: Iterable[Any], positions: Indices) -> list[torch.Tensor]:
+        """The random transforms of prepared images."""
+        drawn = []
+        for image, seed in zip(images, self._seeds(Stream.AUGMENT, positions), strict=True):
+            # Seeded after reading, in case a decoder draws random numbers.
             seed_generators(seed)
             drawn.append(self.transform.drawn(image))
-        return torch.stack(drawn)
+        return drawn
 
     def _read(
         self, positions: Indices, indices: Indices, skipped: list[UnreadableImage]
-    ) -> list[torch.Tensor]:
-        """Read and transform images; replacements are entered into `indices`."""
-        images, seeds = [], self._seeds(Stream.AUGMENT, positions)
-        order = zip(positions.tolist(), indices.tolist(), seeds, strict=True)
-        for place, (position, index, seed) in enumerate(order):
-            image, indices[place] = self._readable(position, index, skipped)
-            # Seeded after reading, in case a decoder draws random numbers.
-            seed_generators(seed)
-            images.append(self.transform.drawn(image))
-        return images
-
-    def _readable(
-        self, position: int, index: int, skipped: list[UnreadableImage]
-    ) -> tuple[Image.Image, int]:
-        # The image at this position, then its replacements in a fixed random order.
-        others = (
-            int(
-                hash_seed(self.seed, Stream.REPLACE, position, attempt)[0]
-                % np.uint64(len(self.source))
-            )
-            for attempt in range(_MAX_REPLACEMENTS)
-        )
-        for candidate in chain([index], others):
-            if (image := self.read(candidate, skipped)) is not None:
-                return image, candidate
-        raise UserError(
-            f"{_MAX_REPLACEMENTS} images in a row could not be read; the last: "
-            f"{skipped[-1].image}: {skipped[-1].reason}"
-        )
+    ) -> Iterator[Image.Image]:
+        """Read images; others, in a fixed random order, replace unreadable ones and their index."""
+        for place, position in enumerate(positions.tolist()):
+            for attempt in range(_MAX_REPLACEMENTS + 1):
+                if (image := self.read(int(indices[place]), skipped)) is not None:
+                    yield image
+                    break
+                drawn = hash_seed(self.seed, Stream.REPLACE, position, attempt)[0]
+                indices[place] = drawn % np.uint64(len(self.source))
+            else:
+                raise UserError(
+                    f"{_MAX_REPLACEMENTS} images in a row could not be read; the last: "
+                    f"{skipped[-1].image}: {skipped[-1].reason}"
+                )
 
 
 @dataclass(eq=False)
