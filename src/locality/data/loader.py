@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing.queues
 import os
+import pickle
 import re
 import signal
 import threading
@@ -250,18 +251,13 @@ def _sendable(workers: int, loaded: LoadedBatch) -> Any:
 
 
 class _ByPipe:
-    """A batch whose tensors are sent through the pipe between two processes."""
+    """A batch that is sent through the pipe between two processes, tensors included."""
 
     def __init__(self, batch: Batch) -> None:
-        self._batch = batch
+        self._content = pickle.dumps(batch)
 
     def __reduce__(self) -> Any:
-        images, targets, *others = vars(self._batch).values()
-        return _from_arrays, (images.numpy(), targets.numpy(), *others)
-
-
-def _from_arrays(images: Any, targets: Any, *others: Any) -> Batch:
-    return Batch(torch.from_numpy(images), torch.from_numpy(targets), *others)
+        return pickle.loads, (self._content,)
 
 
 def _end_worker(error: BaseException, item: object) -> None:
