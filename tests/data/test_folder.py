@@ -225,22 +225,23 @@ def test_links_are_followed_but_not_in_circles(train_val, class_folders):
     assert sorted(listing.loops) == ["ant/again", "ant/self"]
 
 
-def test_links_that_lead_to_themselves_are_named(train_val, caplog):
+def test_links_that_lead_to_themselves_are_left_out(train_val, caplog):
     for place in ("train/ant/self", "train/self"):
         (train_val / place).symlink_to("self")
     listing = list_folder(train_val / "train")
     assert listing.classes == ["ant", "bee", "cat"] and len(listing.files[0]) == 6
-    assert sorted(listing.loops) == ["ant/self", "self"] and listing.ignored == []
+    assert listing.ignored == ["self", "ant/self"]
     assert len(folder(train_val).train) == 18
-    assert str(train_val / "train" / "ant" / "self") in caplog.text
+    assert "2 of 20 files are left out" in caplog.text
 
 
-def test_a_link_to_nothing_is_a_bad_image(train_val):
+@pytest.mark.parametrize("target", ["gone.png", "000.png"])
+def test_a_link_to_nothing_is_a_bad_image(train_val, target):
     (train_val / "train" / "ant" / "000.png").unlink()
-    (train_val / "train" / "ant" / "000.png").symlink_to("gone.png")
+    (train_val / "train" / "ant" / "000.png").symlink_to(target)
     source = folder(train_val).train
     assert len(source) == 18
-    with pytest.raises(BadImage, match="No such file"):
+    with pytest.raises(BadImage, match=r"No such file|symbolic links"):
         source.read(0)
 
 

@@ -8,22 +8,21 @@ classes once, and a broken file is an error.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import re
 import shutil
-import stat
 import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from glob import glob
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -118,7 +117,7 @@ class Listing:
         classes: names of its class folders, sorted.
         files: per class, the image files' paths relative to `root`, sorted.
         ignored: files without an image suffix, or outside class folders.
-        loops: links that lead to themselves or back to a folder above them; not followed.
+        loops: links back to a folder above them; not followed.
     """
 
     root: Path
@@ -138,23 +137,22 @@ class Listing:
 def list_folder(root: Path | str) -> Listing:
     """List the class folders of `root` and the images anywhere below each.
 
-    Names that start with a dot are skipped. Links are followed, unless they lead to themselves or
-    back to a folder above. A dangling link counts as an unreadable file.
+    Names that start with a dot are skipped. Links are followed, unless they lead back to a folder
+    above. A broken link counts as an unreadable file.
     """
     root = Path(root)
-    folders, files, others = list_entries(root)
+    entries = list_entries(root)
     named: dict[str, str] = {}
-    for folder in folders:
+    for folder in entries.folders:
         name = class_name(folder, f"the name of the folder '{root / folder}'")
         if name in named:
             raise UserError(
                 f"'{root}' has two folders '{name}' (accents in two encodings); keep one"
             )
         named[name] = folder
-    listing = Listing(root, sort_classes(named), [], files)
-    _note(listing, others)
+    listing = Listing(root, sort_classes(named), [], entries.files + entries.others)
     for name in listing.classes:
-        listing.files.append(sorted(_images(root, named[name], {_inode(root)}, listing)))
+        listing.files.append(sorted(_images(root, named[name], {root.resolve()}, listing)))
     return listing
 
 
@@ -213,7 +211,7 @@ def find_splits(root: Path | str | None) -> dict[str, Path]:
             split.
     """
     root = require_folder(root)
-    folders = list_entries(root)[0]
+    folders = list_entries(root).folders
     if not folders:
         raise no_images_error(root)
     parts = [name for name in folders if part_of(name)]
@@ -222,7 +220,7 @@ def find_splits(root: Path | str | None) -> dict[str, Path]:
         if len(parts) == len(folders):
             raise UserError(f"'{root}' has {some(parts)} but no folder train")
         for name in folders[:_EXAMPLES]:
-            if len(inside := train_and_val(list_entries(root / name)[0])) > 1:
+            if len(inside := train_and_val(list_entries(root / name).folders)) > 1:
                 each = " and ".join(f"{root / part / name}" for part in inside.values())
                 raise UserError(
                     f"'{root / name}' has {some(inside.values())}; expected splits above the "
@@ -231,7 +229,7 @@ def find_splits(root: Path | str | None) -> dict[str, Path]:
         return {"all": root}
     train = root / picked["train"]
     # A class folder may be called "train", too; it holds images, not folders.
-    has_classes = bool(list_entries(train)[0])
+    has_classes = bool(list_entries(train).folders)
     if "val" not in picked and not has_classes:
         return {"all": root}
     if "val" not in picked:
@@ -319,7 +317,7 @@ def image_files(given: Iterable[str]) -> Iterator[Path]:
             yield from image_files(found)
         elif path.is_dir():
             listing = Listing(path, [], [])
-            inside = [name for name in list_entries(path)[1] if _is_image(name)]
+            inside = [name for name in list_entries(path).files if _is_image(name)]
             inside = inside or list(_images(path, "", set(), listing))
             if not inside:
                 others = f" ({left_out(listing.ignored)})" if listing.ignored else ""
@@ -340,49 +338,43 @@ def read_image(file: Path, decoding: Decoding = DEFAULT_DECODING) -> Image.Image
 def check_root(config: DataConfig) -> None:
     """Check, without torch, that a dataset's root is given and usable."""
     name = config.dataset
-    row, kind = DATASETS[name], "file or " if name == "table" else ""
-    needs_root = row.get("needs_root", True)
+    row, needs_root = DATASETS[name], DATASETS[name].get("needs_root", True)
     if config.root is None:
         if needs_root:
             called = row.get("title", f"the dataset '{name}'")
-            raise UserError(f"{called} needs a {kind}folder; give it as data.root")
+            what = "a file or folder" if name == "table" else "a folder"
+            raise UserError(f"{called} needs {what}; give it as data.root")
     elif not needs_root and "reader" not in row:
         raise UserError(
             f"{name} has no folder; to read '{config.root}', give data.dataset too, such as folder"
         )
-    elif name in ("folder", "table") and Path(config.root).is_file():
-        _check_file(Path(config.root), name == "table")
     elif name == "folder":
         find_splits(config.root)
-    elif not kind:
-        require_folder(config.root)
+    else:
+        require_folder(config.root, or_file=name == "table")
 
 
-def _check_file(path: Path, table: bool) -> None:
-    """Refuse an archive or an image given as the root."""
+def require_folder(root: Path | str | None, or_file: bool = False) -> Path:
+    """`root` as the path of an existing folder, or of a file that is no archive or image."""
+    if "://" in str(root):
+        raise UserError(f"'{root}' is a URL; download the images and give their folder")
+    path = Path(root or "").expanduser()
+    if not path.exists():
+        raise UserError(f"'{path}' does not exist")
+    if path.is_dir():
+        return path
     archives = [suffix for _, suffixes, _ in shutil.get_unpack_formats() for suffix in suffixes]
     if path.name.lower().endswith(tuple(archives)):
         raise UserError(f"'{path}' is an archive; unpack it and give the folder")
     if _is_image(path.name):
         raise UserError(f"'{path}' is an image, not a folder; expected one folder per class")
-    if not table:
-        require_folder(path)
-
-
-def require_folder(root: Path | str | None) -> Path:
-    """`root` as the path of an existing folder."""
-    if "://" in str(root):
-        raise UserError(f"'{root}' is a URL; download the images and give their folder")
-    path = Path(root or "").expanduser()
-    if not path.exists():
-        raise UserError(f"the folder '{path}' does not exist")
-    if not path.is_dir():
+    if not or_file:
         raise UserError(f"'{path}' is not a folder")
     return path
 
 
 def no_images_error(root: Path) -> UserError:
-    files = list_entries(root)[1]
+    files = list_entries(root).files
     if any(map(_is_image, files)):
         return UserError(
             f"'{root}' contains images; expected one folder per class (if it is one, give the "
@@ -399,60 +391,44 @@ def no_images_error(root: Path) -> UserError:
     )
 
 
-def _images(
-    root: Path, relative: str, above: set[tuple[int, int]], listing: Listing
-) -> Iterator[str]:
+def _images(root: Path, relative: str, above: set[Path], listing: Listing) -> Iterator[str]:
     """All images below a folder; other files and loops are added to `listing`."""
-    folder = root / relative
-    identity = _inode(folder)
-    if identity in above:
+    place, inside = (root / relative).resolve(), partial(os.path.join, relative)
+    if place in above:
         listing.loops.append(relative)
         return
-    folders, files, others = list_entries(folder)
-    for name in files:
-        path = os.path.join(relative, name)
+    entries = list_entries(place)
+    for name in entries.files:
         if _is_image(name):
-            yield path
+            yield inside(name)
         else:
-            listing.ignored.append(path)
-    _note(listing, [os.path.join(relative, name) for name in others])
-    for name in folders:
-        yield from _images(root, os.path.join(relative, name), above | {identity}, listing)
+            listing.ignored.append(inside(name))
+    listing.ignored += map(inside, entries.others)
+    for name in entries.folders:
+        yield from _images(root, inside(name), above | {place}, listing)
 
 
 def _is_image(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
 
 
-def _note(listing: Listing, others: Iterable[str]) -> None:
-    for path in others:
-        exists = os.path.exists(listing.root / path)
-        (listing.ignored if exists else listing.loops).append(path)
+class Entries(NamedTuple):
+    """Names in a folder, each kind sorted; `others` are pipes, sockets and devices."""
+
+    folders: list[str]
+    files: list[str]
+    others: list[str]
 
 
-def list_entries(folder: Path) -> tuple[list[str], list[str], list[str]]:
-    """Names of folders, files and other entries, without hidden and system files.
-
-    Others are pipes, sockets and links that lead to themselves.
-    """
-    folders, files, others = list[str](), list[str](), list[str]()
+def list_entries(folder: Path) -> Entries:
+    """What a folder contains, without hidden and system files; a broken link is a file."""
+    found = Entries([], [], [])
     with os.scandir(folder) as entries:
-        for entry in entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
             if entry.name.startswith(".") or entry.name.lower() in _JUNK:
                 continue
-            try:
-                mode = entry.stat().st_mode
-            except FileNotFoundError:  # a dangling link
-                mode = stat.S_IFREG
-            except OSError as error:
-                if error.errno != errno.ELOOP:
-                    raise
-                mode = stat.S_IFLNK
-            kind = folders if stat.S_ISDIR(mode) else files if stat.S_ISREG(mode) else others
-            kind.append(entry.name)
-    return sorted(folders), sorted(files), sorted(others)
-
-
-def _inode(folder: Path) -> tuple[int, int]:
-    status = folder.stat()
-    return status.st_dev, status.st_ino
+            if (entry.is_symlink() and not os.path.exists(entry)) or entry.is_file():
+                found.files.append(entry.name)
+            else:
+                (found.folders if entry.is_dir() else found.others).append(entry.name)
+    return found

@@ -104,7 +104,7 @@ def has_table(folder: Path) -> bool:
     path = folder / TABLE
     if not path.is_file():
         return False
-    if len(list_entries(folder)[0]) < 2:
+    if len(list_entries(folder).folders) < 2:
         return True
     if "val" in find_splits(folder):
         why = "there are training and validation folders"
@@ -305,7 +305,6 @@ class _Files:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._listed = cache(self._list)
         self._by_key = cache(self._index)
 
     def find(self, name: str, allow_outside: bool, where: str) -> str | None:
@@ -321,10 +320,7 @@ class _Files:
 
     def exact(self, name: str) -> str | None:
         """The name itself, if it is a file."""
-        folder, last = os.path.split(name)
-        # Listings are faster than a look at each file, but leave out hidden ones.
-        found = last in self._listed(folder) or (last and os.path.isfile(self.root / name))
-        return name if found else None
+        return name if os.path.isfile(os.path.join(self.root, name)) else None
 
     def near(self, name: str) -> str | None:
         """The only file that differs just in case, accents' encoding or a missing suffix."""
@@ -340,17 +336,11 @@ class _Files:
                 return os.path.join(folder, found)
         return None
 
-    def _list(self, folder: str) -> frozenset[str]:
-        try:
-            return frozenset(list_entries(self.root / folder)[1])
-        except (OSError, ValueError):
-            return frozenset()
-
     def _index(self, folder: str, kind: str) -> dict[str, str | None]:
         """Names in a folder by their `_key`; None for ambiguous keys."""
-        folders, files, _ = list_entries(self.root / folder)
+        entries = list_entries(self.root / folder)
         keys: dict[str, str | None] = {}
-        for name in folders if kind == "folders" else files:
+        for name in entries.folders if kind == "folders" else entries.files:
             key = _key(os.path.splitext(name)[0] if kind == "stems" else name)
             keys[key] = None if key in keys else name
         return keys

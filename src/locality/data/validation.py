@@ -56,7 +56,7 @@ class CheckReport:
         duplicates: (training file, validation file) with the same content.
         repeats: (earlier file, file) of the same split with the same content.
         ignored: files without an image suffix, or outside the class folders.
-        loops: links that lead to themselves or back to a folder above them.
+        loops: links back to a folder above them.
         modes: number of images per colour mode ("RGB", "L", "CMYK", …).
         sizes: distribution of widths and heights; None without images.
         bits: (used, available) bits of 16-bit greys; None without any.
