@@ -45,7 +45,6 @@ _ADAM7 = (
     *((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4)),
     *((0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)),
 )
-_BLOCK_BYTES = 1 << 20
 # Small files can take hours: libjpeg decodes any number of scans and leaves a limit to its callers;
 # Pillow reads headers piece by piece. Encoders write about 10 scans; 50 of the largest image take
 # 7 s.
@@ -225,12 +224,7 @@ def _check_png(data: bytes, image: Image.Image) -> None:
         columns = -(-(image.width - left) // right)
         rows = -(-(image.height - top) // down)
         expected += rows * (1 + (columns * bits + 7) // 8) if columns > 0 and rows > 0 else 0
-    inflate, length, block = zlib.decompressobj(), 0, b""
-    for piece in compressed:
-        while length < expected and (piece or len(block) == _BLOCK_BYTES):
-            block = inflate.decompress(piece, _BLOCK_BYTES)
-            length, piece = length + len(block), inflate.unconsumed_tail
-    if length < expected:
+    if len(zlib.decompressobj().decompress(b"".join(compressed), expected)) < expected:
         raise BadImage("the image is damaged (rows are missing at its end)")
 
 
