@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import io
 import json
 import os
 from abc import ABC, abstractmethod
@@ -248,7 +247,9 @@ class ImageFingerprint:
 
     def differences(self, before: Path) -> str:
         """The files that changed, are gone or are new since the table in `before`, in words."""
-        old, new = _read_table(before), _parse_table(gzip.decompress(self.table))
+        with wrap_errors(f"{before} is not a record of images", OSError, ValueError):
+            old = _parse_table(gunzip(before, "record of images", _MAX_TABLE_BYTES))
+        new = _parse_table(gzip.decompress(self.table))
         found = {
             "changed": [name for name in new if name in old and old[name] != new[name]],
             "gone": [name for name in old if name not in new],
@@ -294,15 +295,7 @@ def _content(path: str) -> str:
 
 def _parse_table(table: bytes) -> dict[str, str]:
     """Size and stamp of every file by its name."""
-    found: dict[str, str] = {}
-    for line in io.BytesIO(table):
-        stamp, name = line.decode().rstrip("\n").rsplit("\t", 1)
-        found[name[1:-1]] = stamp
-        if len(found) > _MOST_FILES:
-            raise ValueError(f"it names more than {_MOST_FILES:,} files")
-    return found
-
-
-def _read_table(path: Path) -> dict[str, str]:
-    with wrap_errors(f"{path} is not a record of images", OSError, ValueError):
-        return _parse_table(gunzip(path, "record of images", _MAX_TABLE_BYTES))
+    if table.count(b"\n") > _MOST_FILES:
+        raise ValueError(f"it names more than {_MOST_FILES:,} files")
+    rows = (line.rsplit("\t", 1) for line in table.decode().splitlines())
+    return {name[1:-1]: stamp for stamp, name in rows}
