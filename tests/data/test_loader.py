@@ -317,7 +317,7 @@ def test_evaluation_stops_at_a_bad_image_or_leaves_it_out():
         ({"batch_size": 10, "world_size": 4}, "4 processes"),
         ({"batch_size": 8, "accumulate": 3}, "multiple of 3"),
         ({"batch_size": 0}, "batch of 0"),
-        ({"rank": 2, "world_size": 2}, "rank 2"),
+        ({"rank": 2, "world_size": 2}, "rank is 2"),
         ({"start_step": 5, "stop_step": 4}, "start_step is 5"),
     ],
 )

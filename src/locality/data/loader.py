@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from locality import checks
 from locality.data.batches import (
     Batch,
     EvalBatches,
@@ -165,16 +166,13 @@ def train_loader(
     """
     if not len(source):
         raise UserError("no images to train on; the dataset is empty or for evaluation only")
-    _ranks(rank, world_size)
+    checks.integer("rank", rank, 0, world_size - 1)
     if batch_size < 1 or batch_size % (world_size * accumulate):
         raise UserError(
             f"a batch of {batch_size} cannot be divided evenly over {world_size} processes "
             f"× {accumulate} micro-batches; give a multiple of {world_size * accumulate}"
         )
-    if not 0 <= start_step <= stop_step:
-        raise UserError(
-            f"start_step is {start_step}, stop_step {stop_step}; give 0 ≤ start_step ≤ stop_step"
-        )
+    checks.integer("start_step", start_step, 0, stop_step)
     batches = TrainBatches(
         source, preprocessing, batch_size, rank, world_size, on_bad_image, augment, seed, accumulate
     )
@@ -202,9 +200,8 @@ def eval_loader(
     """
     if not len(source):
         raise UserError("no images to evaluate on")
-    _ranks(rank, world_size)
-    if batch_size < 1:
-        raise UserError(f"batch_size is {batch_size}; give at least 1")
+    checks.integer("rank", rank, 0, world_size - 1)
+    checks.integer("batch_size", batch_size, 1)
     batches = EvalBatches(source, preprocessing, batch_size, rank, world_size, on_bad_image)
     # Workers are started once for all the evaluations of a run.
     return BatchLoader(batches, range(len(batches)), persistent=True, **loading)
@@ -296,8 +293,3 @@ def _exit_on_sigterm() -> None:
     while trainer is not None:
         if signal.sigwaitinfo({signal.SIGTERM}).si_pid == trainer.pid:
             os._exit(0)
-
-
-def _ranks(rank: int, world_size: int) -> None:
-    if not 0 <= rank < world_size:
-        raise UserError(f"rank {rank} of {world_size} processes; give 0 … {world_size - 1}")
