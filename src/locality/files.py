@@ -298,21 +298,17 @@ def atomic_file(path: Path | str) -> Iterator[IO[bytes]]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def write_atomic(path: Path | str, data: bytes | str) -> None:
     """Write `data` to `path`, atomically and durably; text as UTF-8 with surrogate escapes."""
     with atomic_file(path) as file:
         file.write(data.encode(errors="surrogateescape") if isinstance(data, str) else data)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_output(
