@@ -166,12 +166,12 @@ def class_name(text: str, where: str) -> str:
 
 
 def left_out(paths: Iterable[str]) -> str:
-    """Ignored files, counted by suffix, and the package that reads them, in words."""
+    """Ignored files, counted by suffix in brackets, and the package that reads them."""
     found = Counter(os.path.splitext(path)[1].lower() for path in paths)
     counts = ", ".join(f"{count:,} {suffix or 'without'}" for suffix, count in found.most_common())
     if any(f".{suffix}" in found for suffix in _HEIF):
         counts += "; pip install 'locality[heif]' reads .heic and .heif"
-    return counts
+    return f" ({counts})" if found else ""
 
 
 def log_names(classes: Iterable[str]) -> None:
@@ -228,16 +228,14 @@ def find_splits(root: Path | str | None) -> dict[str, Path]:
                 )
         return {"all": root}
     train = root / picked["train"]
-    # A class folder may be called "train", too; it holds images, not folders.
-    has_classes = bool(list_entries(train).folders)
-    if "val" not in picked and not has_classes:
-        return {"all": root}
+    if not list_entries(train).folders:
+        if "val" in picked:
+            raise no_images_error(train)
+        return {"all": root}  # a class may be called "train", too
     if "val" not in picked:
         raise UserError(
             f"'{root}' has {train.name} but no val; give '{train}' to hold out a part of it"
         )
-    if not has_classes:
-        raise no_images_error(train)
     for part, name in picked.items():
         if len(same := [other for other in parts if part_of(other) == part_of(name)]) > 1:
             raise UserError(f"'{root}' has {some(same)}; keep one folder for {part}")
@@ -260,7 +258,7 @@ def open_splits(
             outside = [p for p in ignored if _is_image(p) and os.sep not in p]
             beside = f"; images outside of the class folders: {some(outside)}" if outside else ""
             total = len(ignored) + sum(map(len, listing.files))
-            left = f"{len(ignored):,} of {total:,} files are left out ({left_out(ignored)})"
+            left = f"{len(ignored):,} of {total:,} files are left out{left_out(ignored)}"
             log_once(f"'{listing.root}': {left}{beside}")
     if difference := class_difference({part: each.classes for part, each in listings.items()}):
         raise UserError(f"train and val have different classes: {difference}")
@@ -320,8 +318,7 @@ def image_files(given: Iterable[str]) -> Iterator[Path]:
             inside = [name for name in list_entries(path).files if _is_image(name)]
             inside = inside or list(_images(path, "", set(), listing))
             if not inside:
-                others = f" ({left_out(listing.ignored)})" if listing.ignored else ""
-                raise UserError(f"no images in the folder {path}{others}")
+                raise UserError(f"no images in the folder {path}{left_out(listing.ignored)}")
             yield from sorted(path / name for name in inside)
         elif path.exists():
             yield path
@@ -384,8 +381,7 @@ def no_images_error(root: Path) -> UserError:
         return UserError(
             f"'{root}' has Parquet or Arrow files; read them with --data.dataset arrow"
         )
-    ignored = list_folder(root).ignored
-    others = f" ({left_out(ignored)})" if ignored else ""
+    others = left_out(list_folder(root).ignored)
     return UserError(
         f"no images in '{root}'{others}; expected one folder per class, of .jpg, .png …"
     )

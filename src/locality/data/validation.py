@@ -123,9 +123,8 @@ class CheckReport:
                 text.append(f"  … and {len(found) - most:,} more")
         if self.ignored:
             kinds = {Path(path).suffix.lower(): path for path in reversed(self.ignored)}
-            text.append(
-                f"files that are ignored ({left_out(self.ignored)}), such as {some(kinds.values())}"
-            )
+            counts = left_out(self.ignored)
+            text.append(f"files that are ignored{counts}, such as {some(kinds.values())}")
         text.append(imbalance(self.counts))
         text.append("nothing is wrong" if self.ok else "this folder needs attention")
         return [printable(line) for line in text if line]
