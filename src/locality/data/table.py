@@ -68,11 +68,11 @@ def open_table(config: DataConfig) -> tuple[list[str], FileSource, FileSource | 
     if not path.exists():
         raise UserError(f"no table of images '{path}'; give the table or its folder as root")
     table = _Table(path, config)
-    lines, rows = table.read(config)
-    images = [row[table.images] for row in rows]
+    found = table.read(config)
+    images, rows = [*found], [row for _, row in found.values()]
     splits = table.split_column(rows)
     chosen = table.label_columns(config.label_column, rows, splits)
-    labels = [table.label(line, row, chosen) for line, row in zip(lines, rows, strict=True)]
+    labels = [table.label(line, row, chosen) for line, row in found.values()]
     said = some(map(table.called, chosen), quote="")
     parts = [None if splits is None else part_of(row[splits]) for row in rows]
     by = f"; they are split by {table.called(splits)}" if splits is not None else ""
@@ -94,9 +94,9 @@ def open_table(config: DataConfig) -> tuple[list[str], FileSource, FileSource | 
         named, own = [images[n] for n in kept], [numbers[labels[n]] for n in kept]
         return FileSource(path.parent, named, own, config.decoding)
 
-    if "val" in picked:
-        return classes, source("train"), source(picked["val"])
-    return classes, source(None), None
+    if "val" not in picked:
+        return classes, source(None), None
+    return classes, source("train"), source(picked["val"])
 
 
 def has_table(folder: Path) -> bool:
@@ -176,19 +176,18 @@ class _Table:
         """A column in words."""
         return f"column '{self.heading[number]}'" if self.heading else f"column {number + 1}"
 
-    def read(self, config: DataConfig) -> tuple[list[int], list[list[str]]]:
-        """Line numbers and cells of all rows, with images as their files are named.
+    def read(self, config: DataConfig) -> dict[str, tuple[int, list[str]]]:
+        """The line number and cells of every image, as its file is named.
 
         Raises:
             UserError: a row has the wrong width, its image is repeated, outside the folder or not
                 a file, or too many images are missing.
         """
-        seen: dict[str, int] = {}
         missing: list[str] = []
         other: list[str] = []
-        lines, rows = [], []
+        rows: dict[str, tuple[int, list[str]]] = {}
         for line, row in self._rows:
-            if self.heading and not seen and row == self.heading:
+            if self.heading and not rows and row == self.heading:
                 continue
             where = f"line {line} of '{self.path}'"
             if self._mark == " " and len(row) > 1:  # cells at the end of a line may be empty
@@ -210,11 +209,9 @@ class _Table:
             elif found != name:
                 other.append(f"'{name}' is '{found}'")
             name = row[self.images] = name if found is None else found
-            if name in seen:
-                raise UserError(f"{where} names '{name}', and so does line {seen[name]}")
-            seen[name] = line
-            lines.append(line)
-            rows.append([*map(sys.intern, row)])  # most cells repeat
+            if name in rows:
+                raise UserError(f"{where} names '{name}', and so does line {rows[name][0]}")
+            rows[name] = line, [*map(sys.intern, row)]  # most cells repeat
         if not rows:
             raise UserError(f"'{self.path}' names no image")
         if len(missing) in (len(rows), config.max_bad_images + 1):
@@ -222,7 +219,7 @@ class _Table:
             raise UserError(f"'{self.path}' names {missing[0]}{more}")
         if other:
             log_once(f"'{self.path}' spells file names differently: {some(other, 2, quote='')}")
-        return lines, rows
+        return rows
 
     def split_column(self, rows: list[list[str]]) -> int | None:
         """The column that assigns images to splits, or None."""
