@@ -24,7 +24,6 @@ from locality.data.batches import (
     LoadedBatch,
     OnBad,
     TrainBatches,
-    UnreadableImage,
 )
 from locality.data.config import AugmentConfig, Preprocessing
 from locality.data.sources import ImageSource
@@ -101,7 +100,15 @@ class BatchLoader:
             while (loaded := self._next(arriving)) is not None:
                 if loaded.error is not None:
                     raise UserError(loaded.error)
-                self._note_skipped(loaded.skipped)
+                for image, reason in loaded.skipped:
+                    self.skipped.setdefault(image, reason)
+                if len(self.skipped) > self._max_bad_images:
+                    image, reason = next(iter(self.skipped.items()))
+                    raise UserError(
+                        f"{len(self.skipped)} images could not be read, more than the "
+                        f"{self._max_bad_images} that max_bad_images allows; the first: {image}: "
+                        f"{reason}"
+                    )
                 if loaded.batch is not None:
                     yield loaded.batch
         except (UserError, ProcessKilled):
@@ -118,16 +125,6 @@ class BatchLoader:
     def close(self) -> None:
         """End persistent workers; the loader cannot be used afterwards."""
         self._loader = None
-
-    def _note_skipped(self, skipped: Sequence[UnreadableImage]) -> None:
-        for image, reason in skipped:
-            self.skipped.setdefault(image, reason)
-        if len(self.skipped) > self._max_bad_images:
-            image, reason = next(iter(self.skipped.items()))
-            raise UserError(
-                f"{len(self.skipped)} images could not be read, more than the "
-                f"{self._max_bad_images} that max_bad_images allows; the first: {image}: {reason}"
-            )
 
 
 def train_loader(
