@@ -73,12 +73,9 @@ class ArrowSource(ImageSource):
     def read_bytes(self, index: int) -> bytes:
         """The encoded image of a row."""
         cell = self._cell(index)
-        if isinstance(cell, bytes):
-            return cell
-        found = cell or {}
-        if found.get("bytes") is not None:
-            return found["bytes"]
-        if (path := found.get("path")) is None:
+        if cell.get("bytes") is not None:
+            return cell["bytes"]
+        if (path := cell.get("path")) is None:
             raise BadImage("the row has no image")
         if self._inside is not None and not is_inside(self._inside, os.path.abspath(path)):
             raise BadImage(str(outside_error(f"the row names '{path}'", self._inside)))
@@ -88,12 +85,13 @@ class ArrowSource(ImageSource):
         """All files of the dataset: which of them hold these rows is not known."""
         return self._files
 
-    def _cell(self, index: int) -> Any:
-        return self.rows[index].column(0)[0].as_py()
+    def _cell(self, index: int) -> dict[str, Any]:
+        """The "bytes" or "path" of a row's image."""
+        cell = self.rows[index].column(0)[0].as_py()
+        return {"bytes": cell} if isinstance(cell, bytes) else cell or {}
 
     def describe(self, index: int) -> str:
-        cell = self._cell(index)
-        path = cell.get("path") if isinstance(cell, dict) else None
+        path = self._cell(index).get("path")
         return f"{self.name}[{index}]" + (f" ({path})" if path else "")
 
 
