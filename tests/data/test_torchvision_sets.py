@@ -115,6 +115,8 @@ def test_a_missing_or_damaged_fashion_mnist_is_named(fashion_mnist):
     labels.unlink()
     with pytest.raises(UserError, match="t10k-labels"):
         opened("fashion_mnist", fashion_mnist)
+    with pytest.raises(UserError, match=r"data\.root and data\.download"):
+        open_data(DataConfig("fashion_mnist", download=True), seed=0)
 
 
 @pytest.fixture
