@@ -10,7 +10,6 @@ import dataclasses
 import inspect
 import math
 import re
-import typing
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -37,10 +36,11 @@ Role = Literal["how", "label", "sample", "incidental", "run", "interface", "trai
 
 
 class Setting(NamedTuple):
-    """A setting of a configuration: its type, and its help text from the class's docstring."""
+    """A setting of a configuration: type, help text from the class's docstring, and role."""
 
     hint: Any
     text: str
+    role: Role | None = None
 
 
 def settings_of(cls: Any, prefix: str = "") -> dict[str, Setting]:
@@ -59,12 +59,13 @@ def _settings_of(cls: Any, prefix: str) -> dict[str, Setting]:
         )
         for name in names.split(", ")
     }
-    found: dict[str, Setting] = {}
-    for name, hint in type_hints(cls, include_extras=True).items():
+    hints, found = type_hints(cls, include_extras=True), dict[str, Setting]()
+    for field in dataclasses.fields(cls):
+        name, hint = field.name, hints[field.name]
         if dataclasses.is_dataclass(hint):
-            found |= settings_of(typing.cast(type, hint), f"{prefix}{name}.")
-        elif name != getattr(cls, "OPEN", None) and typing.get_origin(hint) is not typing.ClassVar:
-            found[f"{prefix}{name}"] = Setting(hint, texts.get(name, ""))
+            found |= settings_of(hint, f"{prefix}{name}.")
+        elif name != getattr(cls, "OPEN", None):
+            found[prefix + name] = Setting(hint, texts.get(name, ""), field.metadata.get("role"))
     return found
 
 
@@ -75,11 +76,7 @@ def setting(default: Any, role: Role) -> Any:
 
 def with_role(cls: type, *roles: Role) -> frozenset[str]:
     """The settings of a configuration dataclass that have one of these roles, by dotted name."""
-    found = {field.name for field in dataclasses.fields(cls) if field.metadata.get("role") in roles}
-    for name, hint in type_hints(cls).items():
-        if dataclasses.is_dataclass(hint):
-            found |= {f"{name}.{inner}" for inner in with_role(typing.cast(type, hint), *roles)}
-    return frozenset(found)
+    return frozenset(name for name, of in settings_of(cls).items() if of.role in roles)
 
 
 def check(config: Any, prefix: str = "") -> None:
@@ -134,12 +131,11 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     if not isinstance(values, Mapping):
         raise UserError(f"{path or 'the configuration'} is {values!r}; give settings by name")
     hints, open_to = type_hints(cls), getattr(cls, "OPEN", None)  # type: ignore[arg-type]
-    given: dict[str, Any] = {}
-    others: dict[str, Any] = {}
+    given, others = dict[str, Any](), dict[str, Any]()
     for name, value in values.items():
         dotted = f"{path}.{name}" if path else str(name)
         if name == open_to and isinstance(value, Mapping):
-            others = dict(value)
+            others |= value
         elif dataclasses.is_dataclass(hints.get(name)) and not isinstance(value, hints[name]):
             given[name] = from_dict(hints[name], value, dotted)
         elif name in hints:
@@ -147,38 +143,33 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
         elif open_to is not None:
             others[str(name)] = value
         elif (name, value) not in getattr(cls, "REMOVED", ()):
-            named = [*flatten({dotted: value}), dotted]
-            raise unknown_setting(named[0], settings_of(cls, f"{path}." if path else ""))
+            first, *_ = [*flatten({dotted: value}), dotted]
+            raise unknown_setting(first, settings_of(cls, f"{path}." if path else ""))
     if open_to is not None:
         given.setdefault(open_to, others)
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        has_default = not field.default is field.default_factory is dataclasses.MISSING
-        if field.name not in given and not has_default:
+        required = field.default is field.default_factory is dataclasses.MISSING
+        if required and field.name not in given:
             raise UserError(f"{path or 'the configuration'}: missing required setting {field.name}")
     return cls(**given)
 
 
-def replace(config: T, changes: Mapping[str, Any]) -> T:
-    """`config` with some settings changed, by dotted name.
+def replace(config: T, changes: Mapping[str, Any], path: str = "") -> T:
+    """`config` with some settings changed, by dotted name; only groups with changes are rebuilt.
 
     Example:
         >>> replace(recipe(), {"optim.lr": 1e-3, "model.locality_strength": 2.0})
     """
-    values = _values(config)
+    values, groups = _values(config), dict[str, dict[str, Any]]()
     for dotted, value in changes.items():
-        *groups, name = dotted.split(".")
-        place: Any = values
-        cls: Any = type(config)
-        for group in groups:
-            if group != getattr(cls, "OPEN", None):
-                inner = place.setdefault(group, {}) if isinstance(place, dict) else None
-                if dataclasses.is_dataclass(inner):  # only groups with changes are rebuilt
-                    inner = place[group] = _values(inner)
-                place, cls = inner, type_hints(cls).get(group, object)
-        if not isinstance(place, dict):
-            raise unknown_setting(dotted, settings_of(type(config)))
-        place[name] = value
-    return from_dict(type(config), values)
+        group, _, name = dotted.partition(".")
+        if name and dataclasses.is_dataclass(values.get(group)):
+            groups.setdefault(group, {})[name] = value
+        else:
+            values[dotted] = value
+    for group, inner in groups.items():
+        values[group] = replace(values[group], inner, f"{path}.{group}" if path else group)
+    return from_dict(type(config), values, path)
 
 
 def parse(text: str, hint: Any, name: str) -> Any:

@@ -9,11 +9,10 @@ from pathlib import Path
 
 from locality import checks
 from locality.commands.parsing import Parser, first_word, peek
-from locality.commands.train import SHORT
+from locality.commands.train import SHORT, architecture_settings
 from locality.errors import UserError, lookup, unknown
 from locality.files import read_yaml
 from locality.settings import parse, replace
-from locality.training.config import model_settings
 
 _HERE = Path(__file__).parent
 
@@ -94,7 +93,7 @@ def search(arguments: Sequence[str]) -> None:
     parser.add("--dry_run", False, "check everything, print the cost and exit")
     parser.add("--quiet", False, "print nothing")
     parser.add_settings(config, skip={"run"})
-    others = model_settings(config.run.model.name)
+    others = architecture_settings(arguments, config.run)
     parser.add_settings(config.run, others=others, short=SHORT)
     options = parser.read(arguments)
     if resumed and parser.settings:

@@ -283,14 +283,14 @@ def test_every_option_acts_or_is_refused(ask, monkeypatch):
     asked, expected = [], []
     for way, refused in WAYS.items():
         words = way.split()
-        for name, action in parser_of(words[0], monkeypatch)._options().items():
-            short = words[0] in ("train", "eval") and f"--{name}" in SHORT.values()
-            if "." in name or short or f"--{name}" in words or name in NOT_TRIED:
+        for flag, action in parser_of(words[0], monkeypatch).options.items():
+            name, short = flag[2:], words[0] in ("train", "eval") and flag in SHORT.values()
+            if "." in name or short or flag in words or name in NOT_TRIED:
                 continue
             value = [VALUES[name]] if action.nargs != 0 else []
             if name == "overwrite" or (words[0] == "models" and name == "json"):
                 continue
-            asked.append([*words, f"--{name}", *value])
+            asked.append([*words, flag, *value])
             expected.append((name, name in refused.split()))
     wrong = []
     for words, (name, refused), (code, said, _) in zip(asked, expected, ask(asked), strict=True):
@@ -304,7 +304,7 @@ def test_every_option_acts_or_is_refused(ask, monkeypatch):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_option_may_be_written_with_dashes(command, monkeypatch):
     called = load_command(command)
-    options = [f"--{name}" for name in parser_of(command, monkeypatch)._options()]
+    options = [*parser_of(command, monkeypatch).options]
     heard = []
     monkeypatch.setattr(inspect.getmodule(called), called.__name__, heard.append)
     for value in ([], ["a-file.png"], ["--set", "kv-stride=1-1"]):
@@ -319,6 +319,6 @@ def test_every_option_of_every_command_has_a_value_to_be_tried_with(monkeypatch)
     commands = {way.split()[0] for way in WAYS}
     assert commands == set(COMMANDS) - {"search", "finetune"}
     for command in commands:
-        options = parser_of(command, monkeypatch)._options().items()
-        needed = {name for name, action in options if "." not in name and action.nargs != 0}
+        options = parser_of(command, monkeypatch).options.items()
+        needed = {flag[2:] for flag, each in options if "." not in flag and each.nargs != 0}
         assert not needed - NOT_TRIED - VALUES.keys(), command

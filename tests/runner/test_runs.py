@@ -21,7 +21,7 @@ def test_folders_are_shared_by_runs_that_do_the_same_and_by_no_others(tmp_path, 
         {"seed": 1},
         {"optim.lr": 1e-3},
         {"data.fraction": 0.5},
-        {"model.overrides.locality_strength": 2.0},
+        {"model.locality_strength": 2.0},
         {"schedule.snapshot_every": 1.0},
     ):
         assert digest(replace(config, change)) != digest(config), change
@@ -52,11 +52,11 @@ ebcc292482aa finetune_384
 af2298977da0 finetune
 dee63658120c digits {seed: 7, data.fraction: 0.05}
 9916f97bce1f digits {model.name: deit_nano, data.part: [0.25, 1.0]}
-d860d424dedc digits {model.overrides.locality_strength: 2.0}
-0e21d8502e88 digits {model.overrides.locality_strength: 1.0, model.overrides.gating_init: 0}
-85ebc798db96 digits {model.name: cvt_nano, model.overrides.kv_stride: 1}
-2540da3ea3fc digits {model.name: cvt_nano, model.overrides.mlp_ratio: [2.0, 4.0, 4.0]}
-61db7485cd80 digits {model.name: timm/resnet18, model.overrides.drop_rate: 0.1}
+d860d424dedc digits {model.locality_strength: 2.0}
+0e21d8502e88 digits {model.locality_strength: 1.0, model.gating_init: 0}
+85ebc798db96 digits {model.name: cvt_nano, model.kv_stride: 1}
+2540da3ea3fc digits {model.name: cvt_nano, model.mlp_ratio: [2.0, 4.0, 4.0]}
+61db7485cd80 digits {model.name: timm/resnet18, model.drop_rate: 0.1}
 ebb1ca8c5c48 digits {model.weights: runs/digits/a, optim.layer_decay: 0.75}
 f796cf5d1773 digits {objective.teacher: runs/digits/a, objective.distillation: soft}
 55c725499254 digits {engine.devices: 2, engine.accumulate: 2, data.workers: 4, recipe: other}

@@ -52,7 +52,7 @@ class GivenModel:
         from locality.checkpoints.api import open_model
 
         given = self._options
-        return open_model(self.what, given.variant, given.entry, dict(given.set))
+        return open_model(self.what, given.variant, given.entry, given.set)
 
 
 def say(sentence: str) -> None:

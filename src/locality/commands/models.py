@@ -85,7 +85,7 @@ def convert(arguments: Sequence[str]) -> None:
     GivenModel(options.source, options)
     check_target(Path(options.target), options.to, options.overwrite)
 
-    given = options.variant, options.entry, options.overwrite, dict(options.set)
+    given = options.variant, options.entry, options.overwrite, options.set
     print(checkpoints.convert(options.source, options.target, options.to, *given))
 
 

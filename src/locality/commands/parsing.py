@@ -47,24 +47,35 @@ class Parser(argparse.ArgumentParser):
         )
         self._texts: dict[str, str] = {}
         self._values: dict[str, Any] = {}
+        self._types: dict[str, Any] = {}
         self._settings: set[str] = set()
         self.given: dict[str, Any] = {}
         self.settings: dict[str, Any] = {}
 
-    def add(self, name: str, default: Any, help: str, type: Any = None, **how: Any) -> None:
-        """Add an option with one value, or a switch if the default is False.
+    def add(
+        self, flag: str, default: Any, text: str, hint: Any = None, *short: str, **how: Any
+    ) -> None:
+        """Add an option with one value, or a switch if the default is False and no type is given.
 
-        Without `type`, the value is a string, or a positive integer if the default is an integer;
-        `how` is passed to argparse.
+        Args:
+            flag: the option, "--" and its name.
+            default: its value if it is not given.
+            text: help text.
+            hint: its type; by default a string, or a positive integer if the default is an integer.
+            short: short forms of the option.
+            how: passed to argparse.
         """
-        if default is False:
-            how |= {"action": "store_true"}
-        elif how:
-            how["type"] = type or str
+        name = flag.removeprefix("--")
+        if default is False and hint is None:
+            how["action"] = "store_true"
         else:
-            how = _typed(name[2:], type or (Count if isinstance(default, int) else str))
-        self._values[name[2:]], self._texts[name[2:]] = default, help
-        self.add_argument(name, default=SUPPRESS, help=_explained(help, default), **how)
+            hint = hint or (Count if isinstance(default, int) else str)
+            how = {"metavar": _shown(hint)} | how
+            self._types[name] = hint
+        self._values[name], self._texts[name] = default, text
+        known = "" if default in (None, False, [], {}, "") else f" ({default})"
+        help = (text.rstrip(".") + known).replace("%", "%%")
+        self.add_argument(*short, flag, dest=name, default=SUPPRESS, help=help, **how)
 
     def add_settings(
         self,
@@ -86,15 +97,12 @@ class Parser(argparse.ArgumentParser):
         values, known = flatten(to_dict(config), 1), settings_of(type(config))
         for name, setting in {**others, **known}.items():
             if name.partition(".")[0] not in skip:
-                option, default = f"{group}{name}", values.get(name)
-                flags = [*([short[name]] if name in short else []), f"--{option}"]
-                self._values[option], self._texts[option] = default, setting.text
+                flags = [short[name]] if name in short else []
+                shown, option = values.get(name), group + name
+                self.add(f"--{option}", shown, setting.text, setting.hint, *flags)
                 self._settings.add(option)
-                how = _typed(option, setting.hint)
                 if name not in known:
-                    how["type"] = _typed(option, Any)["type"]  # digests use it as written
-                help = _explained(setting.text, default)
-                self.add_argument(*flags, dest=option, default=SUPPRESS, help=help, **how)
+                    self._types[option] = Any  # digests use it as written
 
     def add_model(self, name: str, **how: Any) -> None:
         """Add an argument that names a model, and the options of `GivenModel`."""
@@ -102,7 +110,7 @@ class Parser(argparse.ArgumentParser):
         self.add("--variant", None, "architecture, if the weights do not record it")
         self.add("--entry", None, "state dict to load, if a file has several")
         text = "a model setting that the weights do not record: kv_stride=1"
-        self.add("--set", [], text, action="append", metavar="NAME=VALUE", type=_assigned)
+        self.add("--set", [], text, action="append", metavar="NAME=VALUE")
 
     def add_overwrite(self) -> None:
         """Add the option to replace files that the command did not write."""
@@ -111,57 +119,55 @@ class Parser(argparse.ArgumentParser):
 
     def read(self, arguments: Sequence[str]) -> Namespace:
         """Parse `arguments`."""
-        options = self._options()
         places = [action for action in self._actions if not action.option_strings]
         shown = [f"[{each.dest}]" if each.nargs in ("?", "*") else each.dest for each in places]
         self.usage = " ".join(["%(prog)s", *shown, "[options]"])
         if "LOCALITY_COMPLETE" in os.environ:
-            print("\n".join(f"--{name}" for name in options))
+            print("\n".join(self.options))
             raise SystemExit(0)
         if self._settings:
             self._shorten("--help.all" in arguments)
-        for word in arguments:  # settings of an unknown architecture
-            name = word.partition("=")[0].removeprefix("--")
-            if name.startswith("model.") and name not in options and "model.name" in options:
-                self._settings.add(name)
-                how = _typed(name, Any)
-                options[name] = self.add_argument(f"--{name}", default=SUPPRESS, **how)
         try:
             found, others = self.parse_known_args(arguments)
         except argparse.ArgumentError as error:
-            name, said = error.argument_name or "", error.message
-            named = name.rpartition("--")[2] in said
-            sentence = said if named else f"{name}: {said}"
-            raise UserError(f"{sentence}; see {self.prog} --help") from None
+            raise UserError(f"{error}; see {self.prog} --help") from None
         if others:
             raise self._unknown(others[0])
-        self.given = {name: value for name, value in vars(found).items() if value not in (None, [])}
-        self.settings = {name: x for name, x in vars(found).items() if name in self._settings}
-        return Namespace(**self._values | vars(found))
+        given = {name: self._value(name, value) for name, value in vars(found).items()}
+        self.given = {name: value for name, value in given.items() if value not in (None, [])}
+        self.settings = {name: x for name, x in given.items() if name in self._settings}
+        return Namespace(**self._values | given)
+
+    def _value(self, name: str, given: Any) -> Any:
+        """The value of an option, whose text is `given`."""
+        if name == "set":
+            return dict(map(_assigned, given))
+        if name not in self._types:
+            return given
+        if isinstance(given, list):
+            return [parse(each, self._types[name], name) for each in given]
+        return parse(given, self._types[name], name)
 
     def refuse(self, options: str, why: str) -> None:
         """Raise an error if one of `options` (names separated by spaces) was given."""
-        flags = self._option_string_actions
         if found := [name for name in options.split() if self.given.get(name) is not None]:
-            named = [f"--{n}" if f"--{n}" in flags else str(self.given[n]) for n in found]
+            named = [f"--{n}" if n in self._texts else str(self.given[n]) for n in found]
             raise UserError(f"{' and '.join(named)} {why}")
 
     def error(self, message: str) -> NoReturn:
         raise argparse.ArgumentError(None, message)
 
-    def _options(self) -> dict[str, argparse.Action]:
-        """Options by name, without dashes."""
-        return {
-            flag[2:]: action
-            for flag, action in self._option_string_actions.items()
-            if flag[:2] == "--" and flag != "--help"
-        }
+    @property
+    def options(self) -> dict[str, argparse.Action]:
+        """Options with two dashes, short ones too."""
+        flags = self._option_string_actions.items()
+        return {flag: action for flag, action in flags if flag[:2] == "--" and flag != "--help"}
 
     def _shorten(self, everything: bool) -> None:
         """Hide settings in groups, except the main ones, unless `--help.all` is given."""
-        others = [name for name in self._values if "." in name and name not in _FIRST]
+        others = [name for name in self._texts if "." in name and name not in _FIRST]
         for name in [] if everything else others:
-            self._options()[name].help = SUPPRESS
+            self.options[f"--{name}"].help = SUPPRESS
         groups = Counter(name.partition(".")[0] for name in others)
         listed = ", ".join(f"--{group}.* ({count})" for group, count in groups.items())
         self.add_argument("--help.all", action="help", help=f"show all settings: {listed}")
@@ -176,31 +182,19 @@ class Parser(argparse.ArgumentParser):
         return UserError(f"unknown setting '{name}'; {hint}")
 
 
-def _typed(name: str, hint: Any) -> dict[str, Any]:
-    """argparse keywords to parse and name a value of a type."""
-
-    def read(text: str) -> Any:
-        try:
-            return parse(text, hint, name)
-        except UserError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
+def _shown(hint: Any) -> str:
+    """The values of a type, for help."""
     names = choices(hint) or re.findall(r"\b(int|float|bool|str)\b", str(hint))
     shown = "|".join(dict.fromkeys(names)) or "VALUE"
-    return {"type": read, "metavar": f"[{shown}, …]" if "tuple" in str(hint) else shown}
+    return f"[{shown}, …]" if "tuple" in str(hint) else shown
 
 
 def _assigned(word: str) -> tuple[str, Any]:
     """Parse NAME=VALUE, with a YAML value."""
     name, equals, value = word.partition("=")
     if not equals or not name.strip():
-        raise argparse.ArgumentTypeError(f"got '{word}', expected NAME=VALUE, such as kv_stride=1")
-    return name.strip(), _typed(f"--set {name}", Any)["type"](value)
-
-
-def _explained(text: str, default: Any) -> str:
-    shown = "" if default in (None, False, [], {}, "") else f" ({default})"
-    return (text.rstrip(".") + shown).replace("%", "%%")
+        raise UserError(f"--set got '{word}', expected NAME=VALUE, such as kv_stride=1")
+    return name.strip(), parse(value, Any, f"--set {name}")
 
 
 def first_word(arguments: Sequence[str]) -> str | None:

@@ -18,7 +18,7 @@ from locality.data.folder import place_name
 from locality.errors import UserError, some
 from locality.files import check_output, read_yaml
 from locality.machine import is_main_process
-from locality.settings import differences, flatten, replace, to_yaml
+from locality.settings import Setting, differences, flatten, replace, to_yaml
 from locality.templates import PAGE_MARK
 from locality.training.config import RunConfig, check_places, model_settings, read_config
 from locality.training.recipes import CUSTOM_DATA_RECIPES, RECIPES, adjusted, describe, recipe
@@ -152,9 +152,9 @@ def read_run(arguments: Sequence[str], command: str = "train") -> tuple[RunConfi
     parser.add("--images_per_second", None, text, checks.Positive)
     parser.add("--record", False, "measure attention before and after training, and of snapshots")
     parser.add("--quiet", False, "print nothing during training")
-    model = peek(arguments, "--model", "--model.name") or base.model.name
     short = SHORT | ({"model.weights": "--from"} if command == "finetune" else {})
-    parser.add_settings(base, skip={"recipe"}, others=model_settings(model), short=short)
+    others = architecture_settings(arguments, base)
+    parser.add_settings(base, skip={"recipe"}, others=others, short=short)
     options = parser.read(arguments)
     if not options.dry_run:
         parser.refuse("images_per_second", "needs --dry_run")
@@ -181,6 +181,13 @@ def read_run(arguments: Sequence[str], command: str = "train") -> tuple[RunConfi
     new = options.minutes, options.output, options.quiet
     config, options.output, options.fit = resolve(name, given, *new)
     return config, options
+
+
+def architecture_settings(arguments: Sequence[str], base: RunConfig) -> dict[str, Setting]:
+    """The settings of the model named in `arguments`, and any others given for it."""
+    model = peek(arguments, "--model", "--model.name") or base.model.name
+    given = (word[2:].partition("=")[0] for word in arguments if word.startswith("--model."))
+    return dict.fromkeys(given, Setting(Any, "")) | model_settings(model)
 
 
 def what_to_train(word: str | None, finetune: bool) -> tuple[str | None, dict[str, Any]]:
