@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -15,7 +16,6 @@ from locality_papers import diagrams, published
 from locality_papers.measures import TOP1, Quantity, computed
 from locality_papers.scales import PAPERS_MODELS, Scale, counted, variation
 from locality_papers.specs import (
-    Cells,
     Column,
     Figure,
     Table,
@@ -120,12 +120,35 @@ def figure_3(s: Scale) -> Figure:
 # -- ablations -------------------------------------------------------------------------------------
 
 
-def _changed(s: Scale, place: str, models: dict[str, dict[str, Any]]) -> Cells:
-    """Parameters, MACs and accuracy of models with changed fields, by row."""
-    cells = {
-        label: s.counted(**row) | {"top1": s.measured(TOP1, **row)} for label, row in models.items()
-    }
-    return as_printed(place, cells)
+def _ablation(
+    s: Scale,
+    place: str,
+    models: Mapping[str, Mapping[str, Any]],
+    asked: Mapping[str, Callable[..., Quantity]],
+    *metrics: str,
+    about: str,
+) -> Table:
+    """Models with changed fields, by row: their parameters, MACs and accuracy.
+
+    Args:
+        s: the scale.
+        place: the table of §4.4, such as "cvt/table-5".
+        models: label → see `variation`.
+        asked: question → effect, computed from the accuracies of all rows.
+        metrics: the columns.
+        about: see `Spec`.
+    """
+    cells = as_printed(
+        place,
+        {
+            label: s.counted(**row) | {"top1": s.measured(TOP1, **row)}
+            for label, row in models.items()
+        },
+    )
+    top1 = [of["top1"] for of in cells.values()]
+    questions = {text: effect(*top1) for text, effect in asked.items()}
+    where = f"§4.4, Table {place[-1]}"
+    return Table(cells, standard_columns(*metrics), about=about, questions={where: questions})
 
 
 @experiment("cvt/table-5", "Position embeddings")
@@ -139,18 +162,14 @@ def table_5(s: Scale) -> Table:
         "e: CvT-13, last stage": variation("CvT-13", position="last"),
         "f: CvT-13, none": variation("CvT-13"),
     }
-    cells = _changed(s, "cvt/table-5", models)
-    a, b, c, _, _, f = (of["top1"] for of in cells.values())
     asked = {
-        "Does DeiT need its position embedding?": a - b,
-        "Does DeiT need its position embedding more than CvT?": (a - b) - (c - f),
+        "Does DeiT need its position embedding?": lambda a, b, *_: a - b,
+        "Does DeiT need its position embedding more than CvT?": (
+            lambda a, b, c, d, e, f: (a - b) - (c - f)
+        ),
     }
-    return Table(
-        cells,
-        standard_columns("parameters", "top1"),
-        about="Trained with or without position embeddings.",
-        questions={"§4.4, Table 5": asked},
-    )
+    about = "Trained with or without position embeddings."
+    return _ablation(s, "cvt/table-5", models, asked, "parameters", "top1", about=about)
 
 
 @experiment("cvt/table-6", "Convolutional token embedding")
@@ -162,19 +181,17 @@ def table_6(s: Scale) -> Table:
         "c: convolutions, position embedding": variation("CvT-13", position="every"),
         "d: convolutions": variation("CvT-13"),
     }
-    cells = _changed(s, "cvt/table-6", models)
-    a, b, c, d = (of["top1"] for of in cells.values())
     asked = {
-        "Is convolutional embedding above patches (d, a)?": d - a,
-        "Do position embeddings bring more to patches than to convolutions?": (b - a) - (c - d),
+        "Is convolutional embedding above patches (d, a)?": lambda a, b, c, d: d - a,
+        "Do position embeddings bring more to patches than to convolutions?": (
+            lambda a, b, c, d: (b - a) - (c - d)
+        ),
     }
-    return Table(
-        cells,
-        standard_columns("parameters", "top1"),
-        about="Token embeddings by convolutions or patches; position embeddings in every stage, as "
-        "the paper's parameter counts imply.",
-        questions={"§4.4, Table 6": asked},
+    about = (
+        "Token embeddings by convolutions or patches; position embeddings in every stage, as the "
+        "paper's parameter counts imply."
     )
+    return _ablation(s, "cvt/table-6", models, asked, "parameters", "top1", about=about)
 
 
 @experiment("cvt/table-7", "Stride of the key and value projections")
@@ -184,15 +201,9 @@ def table_7(s: Scale) -> Table:
         "a: stride 1": variation("CvT-13", kv_stride=1),
         "b: stride 2": variation("CvT-13"),
     }
-    cells = _changed(s, "cvt/table-7", models)
-    a, b = (of["top1"] for of in cells.values())
-    asked = {"Does squeezing keys and values cost accuracy?": a - b}
-    return Table(
-        cells,
-        standard_columns("parameters", "flops", "top1"),
-        about="Keys and values on the full grid, or on a quarter of it.",
-        questions={"§4.4, Table 7": asked},
-    )
+    asked = {"Does squeezing keys and values cost accuracy?": lambda a, b: a - b}
+    about = "Keys and values on the full grid, or on a quarter of it."
+    return _ablation(s, "cvt/table-7", models, asked, "parameters", "flops", "top1", about=about)
 
 
 @experiment("cvt/table-8", "Convolutional or linear projection, stage by stage")
@@ -209,12 +220,6 @@ def table_8(s: Scale) -> Table:
         "c: stages 1 and 2": conv_until(2),
         "d: all stages": variation("CvT-13"),
     }
-    cells = _changed(s, "cvt/table-8", models)
-    linear, *_, every = (of["top1"] for of in cells.values())
-    asked = {"Is convolutional projection above linear?": every - linear}
-    return Table(
-        cells,
-        standard_columns("top1"),
-        about="Stages with convolutional projection.",
-        questions={"§4.4, Table 8": asked},
-    )
+    asked = {"Is convolutional projection above linear?": lambda a, b, c, d: d - a}
+    about = "Stages with convolutional projection."
+    return _ablation(s, "cvt/table-8", models, asked, "top1", about=about)
