@@ -107,17 +107,19 @@ def near(given: str, accepted: Iterable[str], texts: Mapping[str, str] = {}) -> 
     for name in sorted(accepted):
         last.setdefault(name.rpartition(".")[2], []).append(name)
     own = word.rpartition(".")[2] if texts else word
-    parts = {word: None, own: None}
-    if exact := [name for part in parts for name in last.get(part, ())]:
-        return exact[:3]
-    said = re.escape(own.replace("_", " "))
-    if first := [name for name, text in texts.items() if re.match(rf"(the )?{said}\b", text)]:
-        return first[:3]
+    parts, said = dict.fromkeys((word, own)), re.escape(own.replace("_", " "))
+
+    def ending(words: Iterable[str]) -> list[str]:
+        return [name for each in words for name in last.get(each, ())]
+
+    def explained(pattern: str) -> list[str]:
+        return [name for name, text in texts.items() if re.search(pattern, text)]
+
     like = [each for part in parts for each in difflib.get_close_matches(part, last, 1, cutoff=0.8)]
-    found = [name for each in like for name in last[each]]
-    found += [name for name, text in texts.items() if re.search(rf"\b{said}\b", text)]
-    names = [name for each in last.values() for name in each]
-    return list(dict.fromkeys(found))[:3] or difflib.get_close_matches(word, names, 3, cutoff=0.5)
+    found = ending(parts) or explained(rf"^(the )?{said}\b")
+    found = found or [*ending(like), *explained(rf"\b{said}\b")]
+    found = found or difflib.get_close_matches(word, ending(last), 3, cutoff=0.5)
+    return list(dict.fromkeys(found))[:3]
 
 
 def unknown(

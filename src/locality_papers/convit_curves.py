@@ -42,32 +42,22 @@ def accuracy_by_size(
         printed: panel title → rows of ConViT's Table 1 or CvT's Table 3.
     """
     tables = published.rows("cvt/table-3") | published.rows("convit/table-1")
-    panels = {
-        "Here": {
-            role: (s.counted(role)["parameters"], s.measured(TOP1, role, seeds=seeds))
-            for role, seeds in roles.items()
-        }
-    }
-    for title, rows in printed.items():
-        panels[title] = {
-            row: (_printed(tables[row]["parameters"]), _printed(tables[row]["top1"]))
-            for row in rows
-        }
 
     def point(name: str, parameters: Quantity, top1: Quantity) -> Series:
         at = combined(lambda x, y: {"x": [x], "y": [y]}, parameters, top1)
         return Series(name, at, name.partition("-")[0].lower())
 
+    def ours(role: str) -> Series:
+        top1 = s.measured(TOP1, role, seeds=roles[role])
+        return point(role, s.counted(role)["parameters"], top1)
+
+    def theirs(row: str) -> Series:
+        return point(row, *(_printed(tables[row][name]) for name in ("parameters", "top1")))
+
+    panels = {"Here": map(ours, roles)} | {title: map(theirs, of) for title, of in printed.items()}
     return tuple(
-        Panel(
-            title,
-            "parameters (M)",
-            "top-1 (%)",
-            tuple(point(name, *pair) for name, pair in of.items()),
-            log_x=True,
-            scatter=True,
-        )
-        for title, of in panels.items()
+        Panel(title, "parameters (M)", "top-1 (%)", tuple(points), log_x=True, scatter=True)
+        for title, points in panels.items()
     )
 
 
@@ -260,7 +250,7 @@ def figure_11(s: Scale) -> Figure:
     def gain(size: str, printed: str) -> Quantity:
         """Relative gain of a size; the paper's accuracies of Ti+, S+ and B+ are in Table 1."""
         names = [f"{family}-{printed}" for family in FAMILIES]
-        papers = [published.value("convit/table-1", name, "top1").value for name in names]
+        papers = [published.rows("convit/table-1")[name]["top1"].value for name in names]
         found = both(BEST_TOP1, size, seeds=s.few_seeds)
         return relative_gain(*map(Quantity.stated, found, papers))
 

@@ -2,7 +2,7 @@
 
 A number is identified by its table or figure, row and metric:
 
-    value("convit/table-2", "5%", "ConViT-S/top1")  →  Published(47.8, …)
+    PUBLISHED["convit/table-2", "5%", "ConViT-S/top1"]  →  Published(47.8, …)
 
 Numbers from running text are under "text". If a paper contradicts itself, both numbers are listed,
 with a `note`.
@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from locality.errors import lookup, unknown
+from locality.errors import lookup
 from locality.files import read_yaml
 
 
@@ -56,13 +56,6 @@ def as_computed(place: str, value: float) -> Published:
     """A number computed from those of a published table, with their protocol."""
     protocol = next(number.protocol for at, number in PUBLISHED.items() if at[0] == place)
     return Published(round(value, 2), protocol, COMPUTED)
-
-
-def value(place: str, row: str, metric: str) -> Published:
-    """The published number at this place."""
-    if (place, row, metric) not in PUBLISHED:
-        raise unknown("published number", f"{place}/{row}/{metric}", map("/".join, PUBLISHED))
-    return PUBLISHED[place, row, metric]
 
 
 def rows(place: str) -> dict[str, dict[str, Published]]:

@@ -19,7 +19,7 @@ from locality.training.run_folder import RunFolder
 from locality_papers.measures import Empty, Failures, Quantity, Values, why_missing
 from locality_papers.published import PUBLISHED, as_computed
 from locality_papers.scales import Scale
-from locality_papers.specs import Experiment, Figure, Panel, Series, Spec, Table, printed_row
+from locality_papers.specs import Experiment, Figure, Panel, Spec, Table, printed_row
 
 Record = dict[str, Any]
 
@@ -48,23 +48,17 @@ def make_record(item: Experiment, spec: Spec, scale: Scale, failures: Failures) 
     }
     if isinstance(spec, Table):
         record["columns"] = [vars(column) for column in spec.columns.values()]
-        record["rows"] = [
-            {
-                "label": label,
-                "cells": [
-                    _cell(
-                        of.get(metric), (item.name, printed_row(label, spec.rows), metric), failures
-                    )
-                    for metric in spec.columns
-                ],
-            }
-            for label, of in spec.cells.items()
-        ]
+        record["rows"] = []
+        for label, of in spec.cells.items():
+            place = item.name, printed_row(label, spec.rows)
+            cells = [_cell(of.get(metric), (*place, metric), failures) for metric in spec.columns]
+            record["rows"].append({"label": label, "cells": cells})
     elif isinstance(spec, Figure):
         record["panels"] = [_panel(panel, failures) for panel in spec.panels]
-        record["empty"] = _why_not_drawn(spec, failures)
+        missing = ((run.name, why_missing(run, failures)) for run in spec.drawn)
+        record["empty"] = next((f"{name}: {reason}" for name, reason in missing if reason), None)
     record["questions"] = [
-        _asked({"text": text, "where": where}, effect, failures)
+        {"text": text, "where": where} | _effect(effect, failures)
         for where, of in spec.questions.items()
         for text, effect in of.items()
     ]
@@ -94,37 +88,24 @@ def _evaluated(quantity: Quantity, failures: Failures, shown: Callable[[Values],
 
 
 def _panel(panel: Panel, failures: Failures) -> Record:
+    def curve(values: Values) -> Record:
+        return mean_curve(list(values.by_seed.values()), partial=True)
+
+    lines = [vars(series) | _evaluated(series.quantity, failures, curve) for series in panel.series]
+    for line in lines:
+        del line["quantity"]
     axes = {name: value for name, value in vars(panel).items() if name != "series"}
-    return axes | {"series": [_series(series, failures) for series in panel.series]}
+    return axes | {"series": lines}
 
 
-def _series(series: Series, failures: Failures) -> Record:
-    line = {name: value for name, value in vars(series).items() if name != "quantity"}
-    return line | _evaluated(
-        series.quantity,
-        failures,
-        lambda values: mean_curve(list(values.by_seed.values()), partial=True),
-    )
+def _effect(effect: Quantity, failures: Failures) -> Record:
+    """The effect that answers a question, seed by seed."""
 
+    def shown(values: Values) -> Record:
+        return _measured(values) | {"exact": not effect.runs, "images": values.image_error()}
 
-def _why_not_drawn(spec: Figure, failures: Failures) -> str | None:
-    """What is missing for a drawing, or None."""
-    for run in spec.drawn:
-        if reason := why_missing(run, failures):
-            return f"{run.name}: {reason}"
-    return None
-
-
-def _asked(question: Record, effect: Quantity, failures: Failures) -> Record:
-    """A question with the effect that answers it, seed by seed."""
     paper = None if effect.paper is None else round(effect.paper, 6)
-    return {**question, "unit": effect.unit, "paper": paper} | _evaluated(
-        effect,
-        failures,
-        lambda values: (
-            _measured(values) | {"exact": not effect.runs, "images": values.image_error()}
-        ),
-    )
+    return {"unit": effect.unit, "paper": paper} | _evaluated(effect, failures, shown)
 
 
 def _measured(values: Values) -> Record:
