@@ -379,27 +379,26 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-# Column title → text of a row's cell.
-_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "task": lambda row: row["task"],
-    "px": lambda row: str(row["img_size"]),
-    "precision": lambda row: row["precision"],
-    "mode": lambda row: row["mode"],
-    "contender": lambda row: row["contender"],
-    "images/s": lambda row: f"{row['images_per_second']:.1f}",
-    "ours is": lambda row: _shown(row["locality_is_times_as_fast"], "{:.2f}×"),
-    "middle half": lambda row: _shown(row["middle_half"], "{0[0]:.2f}–{0[1]:.2f}"),
-    "peak MB": lambda row: _shown(row.get("peak_memory_mb"), "{:.0f}"),
-    "kept MB": lambda row: _shown(row.get("saved_activations_mb"), "{:.0f}"),
+# Column title → name and format of a row's value.
+_COLUMNS = {
+    "task": ("task", "{}"),
+    "px": ("img_size", "{}"),
+    "precision": ("precision", "{}"),
+    "mode": ("mode", "{}"),
+    "contender": ("contender", "{}"),
+    "images/s": ("images_per_second", "{:.1f}"),
+    "ours is": ("locality_is_times_as_fast", "{:.2f}×"),
+    "middle half": ("middle_half", "{0[0]:.2f}–{0[1]:.2f}"),
+    "peak MB": ("peak_memory_mb", "{:.0f}"),
+    "kept MB": ("saved_activations_mb", "{:.0f}"),
 }
 
 
 def to_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """The rows of a result as a header and cells of text, without empty columns."""
-    columns = {title: [text(row) for row in rows] for title, text in _COLUMNS.items()}
-    shown = {title: column for title, column in columns.items() if any(column)}
-    return [*shown], [list(line) for line in zip(*shown.values(), strict=True)]
-
-
-def _shown(value: Any, form: str) -> str:
-    return "" if value is None else form.format(value)
+    columns = {}
+    for title, (name, form) in _COLUMNS.items():
+        found = [row.get(name) for row in rows]
+        if any(value is not None for value in found):
+            columns[title] = ["" if value is None else form.format(value) for value in found]
+    return [*columns], [list(line) for line in zip(*columns.values(), strict=True)]

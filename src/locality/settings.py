@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import math
 import re
+import typing
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -135,7 +136,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     for name, value in values.items():
         dotted = f"{path}.{name}" if path else str(name)
         if name == open_to and isinstance(value, Mapping):
-            others |= value
+            others = dict(value)
         elif dataclasses.is_dataclass(hints.get(name)) and not isinstance(value, hints[name]):
             given[name] = from_dict(hints[name], value, dotted)
         elif name in hints:
@@ -173,9 +174,14 @@ def replace(config: T, changes: Mapping[str, Any], path: str = "") -> T:
 
 
 def parse(text: str, hint: Any, name: str) -> Any:
-    """Parse the text given for setting `name`: as YAML, unless `hint` is str."""
+    """Parse the text given for setting `name`: as YAML, unless `hint` is str.
+
+    A list may be written without brackets.
+    """
     if hint in (str, str | None):
         return None if hint is not str and text == "null" else text
+    if typing.get_origin(hint) is tuple and not text.startswith("["):
+        text = f"[{text}]"
     return typed(name, parse_yaml(text, name), hint)
 
 

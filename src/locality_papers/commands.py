@@ -12,7 +12,7 @@ from locality.commands.parsing import Parser, first_word, peek
 from locality.commands.train import SHORT, architecture_settings
 from locality.errors import UserError, lookup, unknown
 from locality.files import read_yaml
-from locality.settings import parse, replace
+from locality.settings import replace
 
 _HERE = Path(__file__).parent
 
@@ -41,7 +41,7 @@ def reproduce(arguments: Sequence[str]) -> None:
     parser.add("--runs", "runs/reproduce", "folder for the runs, shared by all tables")
     parser.add("--seeds", None, "runs per cell; the scale's by default", checks.Count)
     text = "only these of the fractions of the data that a table compares: 0.05,0.3"
-    parser.add("--fraction", None, text)
+    parser.add("--fraction", None, text, tuple[checks.PositiveShare, ...])
     parser.add("--jobs", 2, "number of parallel runs")
     parser.add("--threads", None, "CPU threads per run", checks.Count)
     parser.add("--executor", "local", "local or submitit")
@@ -64,9 +64,6 @@ def reproduce(arguments: Sequence[str]) -> None:
     if options.name not in (None, *(names := [*experiment_names(), "all"])):
         raise unknown("experiment", options.name, names)
     lookup("scale", options.scale, scales)
-    fraction = None
-    if options.fraction is not None:
-        fraction = parse(f"[{options.fraction}]", tuple[checks.PositiveShare, ...], "fraction")
     from locality_papers import reproduce as study
 
     if options.list:
@@ -74,7 +71,7 @@ def reproduce(arguments: Sequence[str]) -> None:
         print(json.dumps(rows, indent=2) if options.json else study.show_list(rows))
         return
     chosen = {name: of for name, of in vars(options).items() if name not in ("list", "json")}
-    study.reproduce(**chosen | {"fraction": fraction})
+    study.reproduce(**chosen)
 
 
 def search(arguments: Sequence[str]) -> None:

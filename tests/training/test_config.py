@@ -105,6 +105,8 @@ def test_every_recipe_survives_writing_and_reading(name):
         ("12", str | None, "12"),
         ("none", Literal["none", "pad"], "none"),
         ("[0, .5]", tuple[float, float], (0.0, 0.5)),
+        ("0, .5", tuple[float, float], (0.0, 0.5)),
+        ("3", tuple[int, ...], (3,)),
         ("exact", float | Literal["exact"] | None, "exact"),
         ("{depth: 3}", dict[str, Any], {"depth": 3}),
     ],

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 32
 _CLASSES = 20  # maximum number of classes in printed tables
-_SHARES = ("images", "called")  # denominators of recall and precision
 # First bytes of the tables written by `predict` and `eval`.
 _PREDICTED, _EVALUATED = b"path,prediction,", b"path,label,prediction,"
 _WHOLE = {
@@ -248,23 +247,15 @@ def _moved(run: str, own: DataConfig, root: str) -> data.DataSplits | None:
 def _by_class(predictions: Predictions) -> list[str]:
     """Recall, precision and confusion matrix of the classes with the lowest recall."""
     rows = predictions.per_class()
-
-    def percent(number: int, of: str) -> float | None:
-        return 100 * rows[number]["right"] / rows[number][of] if rows[number][of] else None
-
     held = [number for number, row in enumerate(rows) if row["images"]]
-    worst = sorted(held, key=lambda number: percent(number, "images") or 0)[:_CLASSES]
-    shown = sorted(worst)
-    names = {n: f"{n + 1} {printable(predictions.classes[n])}" for n in shown}
-    found = [
-        [names[n], rows[n]["images"]]
-        + [f"{each:.1f}" if (each := percent(n, of)) is not None else "" for of in _SHARES]
-        for n in shown
-    ]
-    counts = [
-        [names[n], *(count or "" for count in row)]
-        for n, row in zip(shown, predictions.confusion(shown).tolist(), strict=True)
-    ]
+    by_recall = sorted(held, key=lambda number: rows[number]["right"] / rows[number]["images"])
+    shown, found, counts = sorted(by_recall[:_CLASSES]), list[list[Any]](), list[list[Any]]()
+    for number, confused in zip(shown, predictions.confusion(shown).tolist(), strict=True):
+        row, name = rows[number], f"{number + 1} {printable(predictions.classes[number])}"
+        shares = (100 * row["right"] / row[of] if row[of] else None for of in ("images", "called"))
+        percents = ("" if share is None else f"{share:.1f}" for share in shares)
+        found.append([name, row["images"], *percents])
+        counts.append([name, *(count or "" for count in confused)])
     left = f"; shown: lowest recall, {len(shown)} of {len(held)} classes" * (len(shown) < len(held))
     never = predictions.never
     return [
@@ -348,7 +339,7 @@ def figure(arguments: Sequence[str]) -> None:
     parser.add_model("sources", nargs="+", help="run folders, models, or images")
     parser.add("--images", None, _IMAGES, nargs="+")
     parser.add("--count", 100, "maximum number of images")
-    parser.add("--layers", None, "layers to draw, such as [2,10]", tuple[int, ...] | None)
+    parser.add("--layers", None, "layers to draw, such as 2,10", tuple[int, ...])
     parser.add("--heads", 4, "heads per layer")
     where = "query position, as fractions of height and width"
     parser.add("--place", (0.5, 0.5), where, tuple[float, float])

@@ -13,7 +13,6 @@ from locality.data.folder import place_name
 from locality.errors import UserError, one_line
 from locality.files import check_output
 from locality.models.variants import PREFIX, variant
-from locality.settings import parse
 from locality.templates import PAGE_MARK
 from locality.training.config import run_folders
 
@@ -82,7 +81,8 @@ def compare(arguments: Sequence[str]) -> int:
     parser.add("--seeds", None, "runs per model and fraction; 3 by default", checks.Count)
     text = "k-fold cross-validation instead of --seeds"
     parser.add("--folds", None, text, checks.Count)
-    parser.add("--fractions", None, "comma-separated fractions of the images; 1 by default")
+    parts = tuple[checks.PositiveShare, ...]
+    parser.add("--fractions", None, "fractions of the images: 0.1,1; 1 by default", parts)
     parser.add("--img_size", None, "pixels, from scratch; 32 by default", checks.Count)
     parser.add("--output", None, "folder for runs and page; runs/compare/… by default")
     parser.add("--jobs", 2, "number of parallel runs")
@@ -98,9 +98,6 @@ def compare(arguments: Sequence[str]) -> int:
     data = images_at(Path(options.images))
     chosen = {name: given[name] for name in _CHOSEN if name in given}
     chosen |= {"minutes": None} if options.steps else {}
-    if options.fractions is not None:
-        parts = tuple[checks.PositiveShare, ...]
-        chosen["fractions"] = parse(f"[{options.fractions}]", parts, "fractions")
     names = [] if options.models is None else options.models.split(",")
     for name in names:
         if not options.pretrained and not name.startswith(PREFIX):
@@ -143,4 +140,4 @@ def compare(arguments: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-_CHOSEN = ("pretrained", "minutes", "steps", "seeds", "folds", "img_size")
+_CHOSEN = ("pretrained", "minutes", "steps", "seeds", "folds", "fractions", "img_size")

@@ -172,15 +172,11 @@ class SearchSpace:
 
     def digits(self, indices: Counts) -> Counts:
         """Options of each block: (n,) → (n, blocks)."""
-        return np.asarray(indices)[:, None] // self._place_values % len(self.options)
+        return np.stack(np.unravel_index(indices, [len(self.options)] * self.blocks), axis=1)
 
     def numbers(self, digits: Counts) -> Counts:
         """Candidates with these options: (n, blocks) → (n,)."""
-        return (digits * self._place_values).sum(axis=1)
-
-    @property
-    def _place_values(self) -> Counts:
-        return len(self.options) ** np.arange(self.blocks - 1, -1, -1, dtype=np.int64)
+        return np.ravel_multi_index(tuple(digits.T), [len(self.options)] * self.blocks)
 
     def all_options(self) -> list[list[int]]:
         """Indices of all options, for each block."""
@@ -289,7 +285,7 @@ def prune(candidates: Candidates, scores: Scores, count: int) -> list[list[int]]
     to the best option of its block. Options without a candidate are dropped first. Each block keeps
     its best option, and at least one candidate remains within the limits.
     """
-    digits = candidates.space.digits(np.array(list(scores)))
+    digits = candidates.space.digits(np.array([*scores], dtype=np.int64))
     top1 = np.array([score[0] for score in scores.values()])
     losses: dict[tuple[int, int], float] = {}
     for block, row in enumerate(candidates.options):
