@@ -168,7 +168,10 @@ def test_a_run_can_be_the_teacher(tmp_path):
 
 
 def test_a_teacher_that_is_not_there_is_refused(tmp_path):
+    weights = tmp_path / "weights.pth"
+    weights.touch()
     for named, teacher in {
+        "teacher_weights": {"teacher": str(tmp_path), "teacher_weights": str(weights)},
         "regnety_160": {"teacher": "regnety160"},
         str(tmp_path / "none"): {"teacher": str(tmp_path / "none")},
         "nowhere.pth": {"teacher": "regnety_160", "teacher_weights": "nowhere.pth"},

@@ -191,8 +191,9 @@ def test_an_evaluation_that_was_interrupted_is_made_up_for(tmp_path, stop_before
         (lambda text: "no table\n1\n", 1),
         # A repeated step and half a row, as left by a killed run.
         (lambda text: text + text.splitlines(True)[1].replace("3,", "6,", 1) + "7,0.", 0),
+        (lambda text: text + "6,x,y\n", 0),
     ],
-    ids=["deleted", "changed", "emptied", "replaced", "grown"],
+    ids=["deleted", "changed", "emptied", "replaced", "grown", "damaged"],
 )
 def test_the_rows_of_metrics_are_those_of_the_checkpoint(
     change, notes, tmp_path, stop_before, capsys

@@ -138,8 +138,10 @@ class RunGroup:
         return sorted({run.fraction for run in self.runs})
 
     def label_at(self, fraction: float) -> str:
-        """The label, with the fraction of the training images unless that is all of them."""
-        return self.label if fraction == 1 else f"{self.label}, {percent(fraction)} of the images"
+        """The label, with the fraction of the training images unless all runs have all of them."""
+        if self.fractions == [1]:
+            return self.label
+        return f"{self.label}, {percent(fraction)} of the images"
 
     def at(self, fraction: float) -> list[RecordedRun]:
         """Runs on this fraction of the training images, sorted by seed."""

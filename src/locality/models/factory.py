@@ -111,6 +111,8 @@ class TimmConfig:
         """
         known = {field.name for field in dataclasses.fields(self)} - {"name", "settings"}
         own = {name: fields.pop(name) for name in known if name in fields}
+        for name, value in fields.items():
+            checks.typed(name, value, Scalar)
         settings = tuple(sorted((dict(self.settings) | fields).items()))
         return dataclasses.replace(self, settings=settings, **own)
 

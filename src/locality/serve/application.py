@@ -55,7 +55,7 @@ class RequestBodies:
         self._held = 0
 
     @contextlib.asynccontextmanager
-    async def image(self, request: Request) -> AsyncIterator[bytes | bytearray]:
+    async def image(self, request: Request) -> AsyncIterator[bytearray]:
         """Context manager: the bytes of the sent image, counted as held inside the block.
 
         Raises:
@@ -65,23 +65,23 @@ class RequestBodies:
         kept = bytearray()
         try:
             await self._read(request, kept)
-            data: bytes | bytearray = kept
             if request.headers.get("content-type", "").startswith("multipart/"):
-                data = _file_of_form(kept, request.headers["content-type"])
-            if len(data) > MEGABYTES * 1_000_000:
+                size = len(kept)
+                kept[:] = _file_of_form(kept, request.headers["content-type"])
+                self._held -= size - len(kept)
+            if len(kept) > MEGABYTES * 1_000_000:
                 raise _too_large()
-            yield data
+            yield kept
         finally:
             self._held -= len(kept)
 
     async def drop(self, request: Request) -> None:
         """Read the body to its end: clients that are still sending do not read the response."""
         with contextlib.suppress(HTTPException):
-            async with self.image(request):
-                pass
+            await self._read(request, None)
 
-    async def _read(self, request: Request, kept: bytearray) -> None:
-        """Append the body to `kept`. A body that is too large is read to its end and dropped."""
+    async def _read(self, request: Request, kept: bytearray | None) -> None:
+        """Append the body to `kept`, if given. If it is too large, read it to its end."""
         length = 0
         try:
             with anyio.fail_after(_SECONDS):
@@ -89,6 +89,8 @@ class RequestBodies:
                     length += len(piece)
                     if length > _MAX_READ_BYTES:
                         break
+                    if kept is None:
+                        continue
                     if length > _LARGEST:
                         self._held -= len(kept)
                         kept.clear()

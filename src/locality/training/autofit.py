@@ -249,10 +249,12 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
 
     remaining = left(cost)
     passes, beside = cost.passes(remaining), budget - remaining
+    height, width = ResolvedRun(adjusted(name, changes), splits).img_size
+    often = "less than once" if passes < 1 else f"{passes:.2g} times"
     short = (
-        f"in {minutes:g} minutes {adjusted(name, changes).model.name} would see each of "
-        f"{images:,} images {'less than once' if passes < 1 else f'{passes:.2g} times'} on this "
-        f"machine, and learns little in fewer than {MIN_EPOCHS}; give --minutes "
+        f"in {minutes:g} minutes {adjusted(name, changes).model.name} at {height}×{width} would "
+        f"see each of {images:,} images {often} on this machine, and learns little in fewer than "
+        f"{MIN_EPOCHS}; give --minutes "
         f"{math.ceil(SLACK * (cost.enough(MIN_EPOCHS) + beside) / 60)}, or a smaller model or "
         f"--model.img_size"
     )

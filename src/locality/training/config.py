@@ -402,8 +402,8 @@ def check_folder(folder: Path, config: RunConfig) -> None:
 
 def writing(folder: Path) -> AbstractContextManager[None]:
     """Raise an error that names the run folder if writing to it fails in the block."""
-    sentence = f"run folder {folder} cannot be written to; check its disk and its permissions"
-    return wrap_errors(sentence, OSError)
+    remedy = "choose another, or check its disk and permissions"
+    return wrap_errors(f"run folder {folder} cannot be written to; {remedy}", OSError)
 
 
 def run_folders(folders: Iterable[Path | str]) -> list[Path]:
@@ -416,7 +416,7 @@ def run_folders(folders: Iterable[Path | str]) -> list[Path]:
     found: dict[Path, Path] = {}
     for folder in map(Path, folders):
         if not folder.is_dir():
-            raise FileNotFoundError(f"there is no folder {folder}")
+            raise FileNotFoundError(f"there is no folder {folder}, and a folder of runs is needed")
         inside = [folder] if is_run_folder(folder) else _children(folder)
         if not inside:
             raise UserError(

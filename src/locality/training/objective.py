@@ -171,7 +171,14 @@ def check_teacher(config: ObjectiveConfig) -> None:
         return
     if config.teacher_weights is not None and not Path(config.teacher_weights).is_file():
         raise UserError(f"objective.teacher_weights: there is no file {config.teacher_weights}")
-    if Path(config.teacher).exists() or timm.is_model(config.teacher.partition(".")[0]):
+    if timm.is_model(config.teacher.partition(".")[0]):
+        return
+    if config.teacher_weights is not None:
+        raise UserError(
+            f"objective.teacher_weights are for a timm model, and objective.teacher is "
+            f"{config.teacher}; give one of them"
+        )
+    if Path(config.teacher).exists():
         return
     # timm's prefixes for a Hub repository or a folder.
     source, _, place = config.teacher.partition(":")

@@ -44,16 +44,19 @@ _MEDIAN_STEPS = 20
 
 
 def restore_metrics(folder: RunFolder, checkpoint: Mapping[str, Any]) -> list[str]:
-    """Restore metrics.csv from a checkpoint, unless it only has more rows, which are repeated.
+    """Restore metrics.csv from a checkpoint; later rows, which are repeated, are removed.
 
     Returns:
         notes on what was restored.
     """
     file, text = folder.metrics_file, csv_text([METRICS]) + checkpoint["metrics"]
-    if file.exists() and file.read_text(errors="replace").startswith(text):
-        return []
+    same = file.exists() and file.read_text(errors="replace").startswith(text)
     write_atomic(file, text)
-    return [f"{file} was changed or is missing: its rows are restored from the checkpoint"]
+    return (
+        []
+        if same
+        else [f"{file} was changed or is missing: its rows are restored from the checkpoint"]
+    )
 
 
 class NoRecorder:

@@ -250,7 +250,7 @@ class FolderLock:
         while not self._flock(self._file):
             holder: dict[str, Any] = {}
             with contextlib.suppress(UserError):  # it has not been written yet
-                holder = read_shaped(self.path, {"pid": int, "host": str})
+                holder = read_shaped(self.path, {"pid": int, "host": str}, {})
             here = holder.get("host") == socket.gethostname()
             if (here and psutil.pid_exists(holder["pid"])) or time.monotonic() > deadline:
                 self.release()
