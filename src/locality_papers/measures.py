@@ -35,6 +35,7 @@ from locality.training.optim import make_plan
 from locality.training.run_folder import RunFolder
 
 MEASURED = "experiments.json"
+NOT_RUN = "not run yet"
 """The file in a run folder that caches its measures."""
 
 Failures = Mapping[Path, str]
@@ -187,7 +188,7 @@ class Quantity:
 
 def why_missing(run: Run, failures: Failures) -> str | None:
     """Why a run has no result, or None if it has one."""
-    return failures.get(run.folder) or (None if run.is_finished() else "not run yet")
+    return failures.get(run.folder) or (None if run.is_finished() else NOT_RUN)
 
 
 def measured(runs: Iterable[Run], measure: Measure) -> Quantity:

@@ -8,6 +8,7 @@ from itertools import compress
 from typing import Any
 
 from locality.files import csv_text
+from locality_papers.measures import NOT_RUN
 from locality_papers.published import COMPUTED
 from locality_papers.records import Record
 
@@ -73,7 +74,8 @@ def _texts(
     if cell["n"] not in (1, usual):
         text += f" (n = {cell['n']})"
     for reason in dict.fromkeys(problem.partition(": ")[2] for problem in cell["problems"]):
-        text += f" {_mark(notes, f'other seeds: {reason}')}"
+        if reason != NOT_RUN:  # n tells
+            text += f" {_mark(notes, f'other seeds: {reason}')}"
     above = printed and number(cell["mean"] - printed["value"], column, signed=True)
     return paper, text, above or ""
 
