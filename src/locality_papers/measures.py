@@ -34,8 +34,9 @@ from locality.training.evaluation import evaluate_opened
 from locality.training.optim import make_plan
 from locality.training.run_folder import RunFolder
 
-MEASURED = "experiments.json"
 NOT_RUN = "not run yet"
+
+MEASURED = "experiments.json"
 """The file in a run folder that caches its measures."""
 
 Failures = Mapping[Path, str]
