@@ -138,7 +138,7 @@ def _channels(state: State, source: Any, target: Any, fresh: State) -> list[str]
         return []
     name = f"{target.stem}.weight"
     if name in state:
-        if given != 3:
+        if given != 3 or state[name].shape[1] != 3:
             raise UserError(
                 f"these weights take {given} channels, the model {wanted}; only weights for 3 "
                 f"channels can be adapted"

@@ -77,8 +77,9 @@ class TimmConfig:
 
     @property
     def stem(self) -> str:
-        """Name of the first convolution."""
-        return f"model.{_pretrained_cfg(self.name).first_conv}"
+        """Name of the first convolution, of several the first; "model." if timm names none."""
+        names = _pretrained_cfg(self.name).first_conv or ("",)
+        return f"model.{names if isinstance(names, str) else names[0]}"
 
     def embeddings(self) -> dict[str, Grid]:
         """Empty: position embeddings of timm models are not resampled."""
