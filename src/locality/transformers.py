@@ -20,7 +20,7 @@ from locality.checkpoints.beside import class_names
 from locality.checkpoints.format import FORMAT, FORMAT_VERSION, WRAPPER, Checkpoint
 from locality.checkpoints.resolve import read
 from locality.data.config import Preprocessing
-from locality.errors import UserError, require
+from locality.errors import UserError, prefix_errors, require
 from locality.models.base import ImageClassifier
 from locality.models.factory import build, named
 from locality.settings import from_dict
@@ -88,7 +88,8 @@ class LocalityConfig(PreTrainedConfig):
     def checkpoint(self) -> Checkpoint:
         """The checkpoint of this configuration, without weights."""
         count = len(self.id2label or {})
-        names = class_names(self.id2label, count)
+        with prefix_errors("id2label"):
+            names = class_names(self.id2label, count)
         content = {name: getattr(self, name) for name in ("format", "version", "name", "input")}
         content["architecture"] = (self.architecture or {}) | {"num_classes": count}
         content["labels"] = None if names is None else list(names)

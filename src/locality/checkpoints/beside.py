@@ -99,6 +99,9 @@ def _timm(content: Mapping[str, Any]) -> Checkpoint:
         if value is not None
     }
     if data.get("input_size") is not None:
+        checks.shaped("input_size", data["input_size"], [int])
+        if len(data["input_size"]) != 3:
+            raise UserError("input_size must be three numbers: channels, height and width")
         channels, *sides = data["input_size"]
         args = {"img_size": tuple(sides), "in_chans": channels} | args
     if (config := _ours(name, args, content.get("global_pool"))) is None:

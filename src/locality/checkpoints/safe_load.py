@@ -101,12 +101,14 @@ def read_safetensors(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str
     """
     with open_file(path) as opened:
         length = int.from_bytes(opened.read(8), "little")
-        header = opened.read(min(length, _MAX_HEADER_BYTES))
+        if length > _MAX_HEADER_BYTES:
+            raise UserError(f"{path} is damaged: its header claims {length:,} bytes")
+        header = opened.read(length)
     # The header is JSON with one object per tensor.
-    if length > _MAX_HEADER_BYTES or header.count(b"{") > _MAX_TENSORS:
+    if header.count(b"{") > _MAX_TENSORS:
         raise UserError(
-            f"{path} was refused: its header is of more than {_MAX_HEADER_BYTES:,} bytes or "
-            f"{_MAX_TENSORS:,} tensors, more than any model needs"
+            f"{path} was refused: its header is of more than {_MAX_TENSORS:,} tensors, more than "
+            f"any model needs"
         )
     damaged = f"{path} is damaged or truncated"
     with wrap_errors(damaged, Exception), safe_open(str(path), framework="pt") as file:
@@ -165,7 +167,7 @@ def unpickle(file: IO[bytes], path: Path | str) -> Any:
             what = "was refused: it is a pickle, but not of PyTorch weights"
         elif "TorchScript" in str(error):
             what = "is a TorchScript program, not weights; save the model's state_dict instead"
-        elif Path(path).suffix == ".pt2":
+        elif Path(path).suffix == ".pt2" or "data.pkl" in str(error):
             what = "is a torch.export program, not weights; run it with torch.export.load"
         else:
             what = f"is damaged or truncated: {one_line(error)}"
