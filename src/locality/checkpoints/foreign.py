@@ -13,6 +13,7 @@ linear projections); transformers supports neither.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +22,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from locality.checkpoints.key_map import NATIVE, KeyMap, State, count_blocks, infer_img_size
+from locality.checkpoints.key_map import (
+    NATIVE,
+    KeyMap,
+    State,
+    check_keys,
+    count_blocks,
+    infer_img_size,
+    meta_state_dict,
+)
 from locality.errors import UserError, some
 from locality.layers.grid import mlp_ratio_of
 from locality.models.config import CvTConfig, StageConfig, ViTConfig, token_grid
@@ -55,10 +64,12 @@ class _ViT(KeyMap):
 
     families = (ViTConfig,)
     mark: ClassVar[str]
-    """The tensor that tells one ViT key map from the other."""
+    """The tensor that tells one ViT key map from the other, in some block."""
 
     def matches(self, state: State) -> bool:
-        return super().matches(state) and self.mark in state
+        marks = (_ConViT.mark, _DeiT.mark)
+        held = [mark for mark in marks if any(name.endswith(mark) for name in state)]
+        return super().matches(state) and held[:1] == [self.mark]
 
     def dropped(self, config: ViTConfig) -> dict[str, tuple[int, ...]]:
         # The softmax cancels the bias of `pos_proj`, which is the same for every key. If every
@@ -129,7 +140,7 @@ def _parts(name: str, config: ViTConfig) -> list[str]:
 
 
 class _ConViT(_ViT):
-    mark = "blocks.0.attn.gating_param"
+    mark = ".attn.gating_param"
 
     def unspecified(self, config: ViTConfig) -> dict[str, Any]:
         unspecified = {} if config.use_pos_embed else {"img_size": config.img_size}
@@ -161,7 +172,7 @@ class _ConViT(_ViT):
 
 
 class _DeiT(_ViT):
-    mark = "blocks.0.attn.qkv.weight"
+    mark = ".attn.qkv.weight"
 
     def accepted(self, config: ViTConfig) -> dict[str, tuple[Any, ...]]:
         return {
@@ -333,6 +344,25 @@ class _Timm(KeyMap):
 
     families = ()
 
+    def _channels(self, stem: Tensor, like: Any) -> int:
+        own = meta_state_dict(like).get(f"{like.stem}.weight")
+        if own is None or own.dim() < 2 or own.dim() != stem.dim():
+            return like.in_chans
+        # A stem may take the pixels of a block as channels.
+        return stem.shape[1] * like.in_chans // own.shape[1]
+
+    def to_native(self, state: State, config: Any) -> dict[str, Tensor]:
+        if config.num_classes:
+            return super().to_native(state, config)
+        # Without classes, timm removes more of some heads than the classifier.
+        prefixes = tuple(self.rename(f"{name}.") for name in config.classifiers)
+        state = {name: state[name] for name in state if not name.startswith(prefixes)}
+        whole = meta_state_dict(dataclasses.replace(config, num_classes=1))
+        rest = {name: tensor for name, tensor in whole.items() if self.rename(name) in state}
+        names = meta_state_dict(config) | rest
+        check_keys(state, self._foreign_state(names, config), self.title)
+        return {name: self.read(name, state, config) for name in names}
+
 
 TIMM = _Timm("timm", "timm's", ((r"^model\.", ""),))
 
@@ -361,6 +391,6 @@ def detect_key_map(state: State) -> KeyMap:
     if found:
         raise UserError(f"these weights have names of more than one format: {' and '.join(titles)}")
     raise UserError(
-        f"these weights are of no known format ({', '.join(titles)}); their first tensors are "
-        f"{some(state, quote='')}"
+        f"these weights are of no known format ({', '.join(titles)}), whose first "
+        f"layers are {', '.join(sorted(STEMS))}; their first tensors are {some(state, quote='')}"
     )

@@ -132,7 +132,9 @@ class KeyMap:
         Raises:
             UserError: if a required tensor is missing, or shapes do not determine the architecture.
         """
-        fitting = [name for name, row in VARIANTS.items() if self._fits(state, row.config)]
+        fitting = [
+            name for name, row in VARIANTS.items() if self._fits(state, row.config, settings)
+        ]
         if len(fitting) == 1:
             return VARIANTS[fitting[0]].config
         how = "--model NAME in training, --variant NAME elsewhere"
@@ -146,13 +148,14 @@ class KeyMap:
             f"the settings that differ as --set or --model.depth"
         )
 
-    def _fits(self, state: State, config: Any) -> bool:
+    def _fits(self, state: State, config: Any, settings: Mapping[str, Any]) -> bool:
         """Whether a model has these names and shapes, up to image size, channels and classes."""
         stem = state.get(f"{config.stem}.weight")
         if stem is None or len(stem) != getattr(config, "embed_dim", len(stem)):
             return False  # without building the model
         with contextlib.suppress(UserError):
-            check_keys(state, meta_state_dict(self._with_interface(state, config)), self.title)
+            config = self._with_interface(state, config, settings.get("img_size"))
+            check_keys(state, meta_state_dict(config), self.title)
             return True
         return False
 
@@ -248,22 +251,28 @@ class KeyMap:
             if stem in state:
                 check_config_class(family, like)
         found = self.infer(state, settings) if like is None else like
-        return override_config(self._with_interface(state, found), settings)
+        found = self._with_interface(state, found, settings.get("img_size"))
+        return override_config(found, settings)
 
-    def _with_interface(self, state: State, like: Any) -> Any:
-        """`like`, with the classes, channels and image size of the weights."""
+    def _with_interface(self, state: State, like: Any, img_size: Any) -> Any:
+        """`like`, with the classes, channels and image size (`img_size`, if given) of the
+        weights."""
         heads = [state.get(self.rename(f"{name}.weight"), ()) for name in like.classifiers]
-        ends: dict[str, Any] = {"num_classes": max(map(len, heads), default=0)}
+        ends: dict[str, Any] = {"num_classes": max(map(len, heads), default=like.num_classes)}
         stem = self.rename(f"{like.stem}.weight")
         if stem in state:
-            ends["in_chans"] = state[stem].shape[1]
+            ends["in_chans"] = self._channels(state[stem], like)
         if isinstance(like, ViTConfig) and "pos_embed" in state:
             # Keep the image size of `like` if it has as many patches; else assume square images.
             held = math.prod(token_grid(like.img_size, like.patch_size)) + like.embed_class_token
             if state["pos_embed"].shape[1] != held:
                 classes = like.embed_class_token
-                ends["img_size"] = infer_img_size(state, like.patch_size, classes, None)[0]
+                ends["img_size"] = infer_img_size(state, like.patch_size, classes, img_size)[0]
         return dataclasses.replace(like, **ends)
+
+    def _channels(self, stem: Tensor, like: Any) -> int:
+        """The number of channels that a first layer with this weight takes."""
+        return stem.shape[1]
 
     def require_tensor(self, state: State, name: str) -> Tensor:
         """The tensor with native name `name`.
