@@ -361,3 +361,26 @@ def test_timms_state_dicts_open_with_the_preprocessing_of_their_variant(in_chans
     if found.preprocessing is not None:
         assert (found.preprocessing.mean, found.preprocessing.std) == (data["mean"], data["std"])
         assert found.preprocessing.crop_pct == data["crop_pct"]
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "module."])
+def test_timm_models_whose_stem_has_several_names_or_none_open(prefix, tmp_path):
+    file = tmp_path / "weights.pth"
+    for name in ("mobileone_s0", "crossvit_tiny_240", "tresnet_m"):
+        state = timm.create_model(name, num_classes=4).state_dict()
+        torch.save({prefix + key: tensor for key, tensor in state.items()}, file)
+        config = read(file, f"timm/{name}").config
+        assert (config.num_classes, config.in_chans) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [("test_vit", ["head.weight"]), ("levit_128s", ["head.linear.", "head_dist.linear."])],
+)
+def test_timm_weights_without_a_classifier_get_a_new_one(name, missing, tmp_path):
+    file = tmp_path / "weights.pth"
+    state = timm.create_model(name, num_classes=4).state_dict()
+    torch.save({k: v for k, v in state.items() if not k.startswith(tuple(missing))}, file)
+    model = locality.create_model(f"timm/{name}", num_classes=5, weights=file)
+    for key, tensor in model.model.state_dict().items():
+        assert torch.equal(tensor, state[key]) or len(tensor) == 5, key

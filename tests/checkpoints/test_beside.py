@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from timm.models import save_for_hf
 from transformers import (
     CLIPImageProcessor,
@@ -97,6 +98,28 @@ def test_a_repository_of_timms_opens_as_its_folder(tmp_path, randomise, image, m
     saved_by_timm(tmp_path, randomise, "convit_tiny", local_up_to_layer=1)
     monkeypatch.setattr(resolve, "snapshot_download", lambda name, **_: tmp_path)
     assert torch.equal(open_model("me/model")([image]), open_model(tmp_path)([image]))
+
+
+def test_a_repository_without_a_description_takes_the_models_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(resolve, "snapshot_download", lambda name, **_: str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"^me/model has no model\.safetensors"):
+        open_model("me/model")
+    save_file(timm.create_model("test_resnet").state_dict(), tmp_path / "model.safetensors")
+    assert open_model("me/model", "timm/test_resnet").model is not None
+    with pytest.raises(UserError, match=r"^me/model/model\.safetensors: "):
+        open_model("me/model")
+
+
+def test_our_description_beside_several_state_dicts(tmp_path):
+    model, file = locality.create_model("deit_nano"), tmp_path / "pytorch_model.bin"
+    locality.save(model, tmp_path / "saved")
+    with pytest.raises(UserError, match="holds one set of weights"):
+        open_model(tmp_path / "saved", entry="zz")
+    (tmp_path / "saved" / "config.json").rename(tmp_path / "config.json")
+    torch.save({"model": model.state_dict(), "ema": model.state_dict()}, file)
+    with pytest.raises(UserError, match="choose one"):
+        open_model(tmp_path)
+    assert open_model(tmp_path, entry="ema").model is not None
 
 
 @pytest.mark.parametrize("variant", DEITS)

@@ -21,7 +21,12 @@ from torch import Tensor
 from locality.checkpoints.beside import PREPROCESSOR, read_described, timm_preprocessing
 from locality.checkpoints.foreign import KEY_MAPS, STEMS, TIMM, detect_key_map
 from locality.checkpoints.format import CARD, CONFIG, WRAPPER, Checkpoint
-from locality.checkpoints.key_map import State, format_settings, override_config
+from locality.checkpoints.key_map import (
+    State,
+    format_settings,
+    meta_state_dict,
+    override_config,
+)
 from locality.checkpoints.registry import (
     FORMAT,
     HUB_FILES,
@@ -89,7 +94,7 @@ def read(
         config, state = published(name)
         found = Checkpoint(config, state, name, timm_preprocessing(config.data_config()))
     else:
-        found = _from_hub(name)
+        found = _from_hub(name, like, settings)
     if settings:
         with prefix_errors(what):
             config = override_config(found.config, settings)
@@ -134,20 +139,26 @@ def _from_weights(
         alone: ignore a config.json in the folder.
     """
     if path.is_dir():
-        files = (path / name for name in WEIGHT_FILES)
-        path = next((file for file in files if file.exists()), path / WEIGHTS)
-    description, content, described = path.with_name(CONFIG), {}, None
+        files = [file for name in WEIGHT_FILES if (file := path / name).exists()]
+        if not files:
+            raise FileNotFoundError(f"{path} has no {WEIGHTS}; it holds no weights")
+        path = files[0]
+    description, described = path.with_name(CONFIG), None
+    content: Any = None
     if path.name in WEIGHT_FILES and description.exists() and not alone:
         content = read_json(description)
-    own = content.get("format") == FORMAT
-    if content and not own:
+    own = content is not None and content.get("format") == FORMAT
+    if own and path.name == WEIGHTS:
+        check_no_entry(path, entry)
+    if content is not None and not own:
         with prefix_errors(description), wrap_errors("it is damaged", Exception):
             described = read_described(path.parent, content)
         if described is None:
             _log.warning(f"{description} is ignored: it is not of locality, timm or transformers")
     state, metadata = read_state(path, entry)
     if own or FORMAT in metadata:
-        check_no_entry(path, entry)
+        if not own:
+            check_no_entry(path, entry)
         state = {name.removeprefix(f"{WRAPPER}."): tensor for name, tensor in state.items()}
         with prefix_errors(description if own else path):
             if not own:
@@ -155,10 +166,13 @@ def _from_weights(
             return Checkpoint.from_description(content, state)
     if described is None:
         return _from_state(_unwrap(state, path, like), path, like, settings, alone)
-    with prefix_errors(f"{path}, with the model of its {CONFIG}"):
+    what = f"{path}, with the model of its {CONFIG}"
+    with prefix_errors(what):
         config = override_config(described.config, settings)
-        key_map = TIMM if isinstance(config, TimmConfig) else KEY_MAPS[described.key_map]
-        state = key_map.to_native(_unwrap(state, path, config), config)
+    key_map = TIMM if isinstance(config, TimmConfig) else KEY_MAPS[described.key_map]
+    state = _unwrap(state, path, config)
+    with prefix_errors(what):
+        state = key_map.to_native(state, config)
     name, config = identify(config)
     return replace(described, config=config, state=state, name=name or described.name)
 
@@ -201,7 +215,8 @@ def _unwrap(state: State, path: Path, model: Any) -> dict[str, Tensor]:
     """The tensors of the only model in a state dict, without a wrapper's prefix.
 
     Prefixes are those of wrappers (`module.`, `_orig_mod.`, `model.`, any attribute of a Lightning
-    module), found before the name of the first layer's weight.
+    module), found before the name of the first layer's weight (of a timm
+    model, the first tensor).
 
     Args:
         state: the state dict.
@@ -213,7 +228,8 @@ def _unwrap(state: State, path: Path, model: Any) -> dict[str, Tensor]:
     """
     stems: Collection[str] = STEMS
     if isinstance(model, TimmConfig):
-        stems = [TIMM.rename(f"{model.stem}.weight")]
+        first = next(iter(meta_state_dict(replace(model, gpsa=""))))
+        stems = [TIMM.rename(first)]
     prefixes = {
         name.removesuffix(stem)
         for name in state
@@ -288,16 +304,20 @@ def _check_variant(
         raise UserError(f"{what} holds {held}, not {variant}")
 
 
-def _from_hub(name: str) -> Checkpoint:
+def _from_hub(name: str, like: Any, settings: Mapping[str, Any]) -> Checkpoint:
     try:
         with offline_unless_reachable():
             folder = snapshot_download(name, allow_patterns=[WEIGHTS, CONFIG, PREPROCESSOR, CARD])
-        return _from_weights(Path(folder), None, None, {})
     except OSError as error:
         raise FileNotFoundError(
             f"file or folder {name} does not exist, and no model could be downloaded from "
             f"https://huggingface.co/{name}: {str(error).splitlines()[0]}"
         ) from error
+    try:
+        return _from_weights(Path(folder), like, None, settings)
+    except (FileNotFoundError, UserError) as error:
+        kind = UserError if isinstance(error, UserError) else FileNotFoundError
+        raise kind(str(error).replace(str(folder), name)) from error
 
 
 def graph_not_model(graph: str) -> UserError:
