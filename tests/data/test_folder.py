@@ -245,6 +245,13 @@ def test_a_link_to_nothing_is_a_bad_image(train_val, target):
         source.read(0)
 
 
+def test_a_link_to_what_cannot_be_reached_is_an_error(train_val, class_folders):
+    outside = class_folders(train_val / "elsewhere", {"dog": 2})
+    (train_val / "train" / "dog").symlink_to(outside / ("x" * 300))
+    with pytest.raises(OSError, match="too long"):
+        list_folder(train_val / "train")
+
+
 def test_what_is_no_file_is_passed_over(train_val, monkeypatch):
     # Opening a pipe would wait for ever. (Sockets' paths must be short.)
     os.mkfifo(train_val / "train" / "ant" / "pipe.png")

@@ -88,7 +88,8 @@ class ArrowSource(ImageSource):
     def _cell(self, index: int) -> dict[str, Any]:
         """The "bytes" or "path" of a row's image."""
         cell = self.rows[index].column(0)[0].as_py()
-        return {"bytes": cell} if isinstance(cell, bytes) else cell or {}
+        name = {bytes: "bytes", str: "path"}.get(type(cell))
+        return {name: cell} if name else cell or {}
 
     def describe(self, index: int) -> str:
         path = self._cell(index).get("path")
@@ -118,7 +119,7 @@ def open_arrow(config: DataConfig) -> tuple[list[str], ImageSource, ImageSource 
             raise UserError(f"{part} in '{folder}' has no column {some(missing)}, which train has")
         names, labels = _labels(rows, label, classes, f"{part} in '{folder}'")
         if part == "train":
-            numbered = not names
+            numbered = not names and "int" in rows.features[label].dtype
             classes = names or [str(number) for number in range(labels.max(initial=-1) + 1)]
         elif difference := class_difference({"train": classes, part: names}):
             raise UserError(f"train and {part} in '{folder}' have different classes: {difference}")
@@ -171,8 +172,9 @@ def _read(files: list[Path], part: str, folder: Path) -> datasets.Dataset:
     if arrow and parquet:
         raise UserError(f"'{folder}' has .arrow and .parquet files for {part}; keep one of the two")
     names = some(str(path.relative_to(folder)) for path in files)
-    with wrap_errors(f"'{folder}': {names} cannot be read", OSError, ValueError):
-        files = arrow or [_convert_parquet(path) for path in parquet]
+    sentence = f"'{folder}': {names} cannot be read"
+    files = arrow or [_convert_parquet(path, sentence) for path in parquet]
+    with wrap_errors(sentence, OSError, ValueError):
         return hf.concatenate_datasets([hf.Dataset.from_file(str(path)) for path in files])
 
 
@@ -236,14 +238,14 @@ def _labels(
         raise UserError(f"{cells.null_count} rows of {where} have no {column}")
     names = list(getattr(rows.features[column], "names", None) or [])
     values = cells.to_numpy()
-    if all(isinstance(value, str) for value in values):
-        names = sort_classes([*classes, *values])
+    if values.dtype == object and all(isinstance(value, str) for value in values):
+        names = names or sort_classes([*classes, *values])
         numbers = {name: number for number, name in enumerate(names)}
         return names, np.array([numbers[value] for value in values], np.int64)
     if values.dtype.kind not in "biu":
         raise UserError(f"the column {column} of {where} holds neither names nor integers")
     names, count = names or classes, len(names or classes) or _MAX_CLASSES
-    if not 0 <= values.min() <= values.max() < count:
+    if len(values) and not 0 <= values.min() <= values.max() < count:
         raise UserError(
             f"{column} of {where} ranges from {values.min()} to {values.max()}; give 0 to "
             f"{count - 1:,}"

@@ -8,6 +8,7 @@ classes once, and a broken file is an error.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -423,8 +424,18 @@ def list_entries(folder: Path) -> Entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             if entry.name.startswith(".") or entry.name.lower() in _JUNK:
                 continue
-            if (entry.is_symlink() and not os.path.exists(entry)) or entry.is_file():
+            if _is_broken_link(entry) or entry.is_file():
                 found.files.append(entry.name)
             else:
                 (found.folders if entry.is_dir() else found.others).append(entry.name)
     return found
+
+
+def _is_broken_link(entry: os.DirEntry[str]) -> bool:
+    """Whether a link's target is missing or itself; a target that cannot be reached is an error."""
+    try:
+        return entry.is_symlink() and not entry.stat()
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        return True
