@@ -43,7 +43,7 @@ TABLE = "labels.csv"
 _MAX_TABLE_BYTES = 1 << 30
 _MAX_LINE = 1 << 17
 _MARKS = ",;\t| "
-# Rows from which the format is inferred.
+# Lines from which the format is inferred.
 _SAMPLE = 100
 _LABELS = ("label", "labels", "class", "classes", "target", "category", "cls")
 _INDICES = ("", "index", "unnamed: 0")
@@ -129,13 +129,18 @@ class _Table:
 
     def __init__(self, path: Path, config: DataConfig) -> None:
         self.path, self.files = path, _Files(path.parent)
+        self._rows: Iterator[tuple[int, list[str]]]
         lines = _lines(path)
         first = list(islice(lines, _SAMPLE))
         said = re.fullmatch(r'"?sep=(.)"?\s*', first[0], re.IGNORECASE) if first else None
         self._mark = said[1] if said else _separator(path, first)
-        rows = _rows(path, chain(first, lines), self._mark)
-        sample = [*islice(rows, 1 if said else 0, _SAMPLE)]
-        self._rows = chain(sample, rows)
+        skipped = 1 if said else 0
+        # Errors in the sample's rows rise only when the table is used, in `read`.
+        sample = _readable_rows(path, first, self._mark)[skipped:]
+        self._rows = islice(_rows(path, chain(first, lines), self._mark), skipped, None)
+        if not sample:
+            sample = [*islice(self._rows, 1)]
+            self._rows = chain(sample, self._rows)
         if not sample:
             raise UserError(f"'{path}' has no rows")
         self.heading = sample[0][1]
@@ -373,14 +378,20 @@ def _rows(path: Path, lines: Iterable[str], mark: str) -> Iterator[tuple[int, li
         raise UserError(f"line {line} of '{path}' is not CSV: {error}; {_QUOTES}") from error
 
 
+def _readable_rows(path: Path, lines: list[str], mark: str) -> list[tuple[int, list[str]]]:
+    """The rows before the first unreadable one; the last may be cut."""
+    rows = list[tuple[int, list[str]]]()
+    with contextlib.suppress(UserError):
+        for row in _rows(path, lines, mark):
+            rows.append(row)
+    return rows
+
+
 def _separator(path: Path, lines: list[str]) -> str:
     """The separator that isolates the most image names, and gives rows of equal width."""
 
     def merits(mark: str) -> tuple[int, bool, bool]:
-        rows = list[list[str]]()
-        with contextlib.suppress(UserError):  # the last row may be cut
-            for _, row in _rows(path, lines, mark):
-                rows.append(row)
+        rows = [row for _, row in _readable_rows(path, lines, mark)]
         widths = Counter(map(len, rows))
         usual = widths.most_common(1)[0][0] if widths else 0
         named = [r for r in rows if len(r) == usual > 1 and {*map(_suffix, r)} & IMAGE_SUFFIXES]
