@@ -203,7 +203,7 @@ def test_a_column_of_parts_splits(twelve, table, caplog):
     [
         ("id,name\n0,a\n1,b\n", False),
         ('id,name\n0,a\n1,"b"c\n', False),
-        ('id,name\n0,a\n' + '1,"x\ny"\n' * 60 + "2,\0\n", False),
+        ("id,name\n0,a\n" + '1,"x\ny"\n' * 60 + "2,\0\n", False),
         ("".join(f"a/{n:03d}.png,c{n}\nb/{n:03d}.png,d{n}\n" for n in range(4)), True),
     ],
 )
