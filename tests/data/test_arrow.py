@@ -1,5 +1,6 @@
 """Folders of Arrow and Parquet files, as written by `datasets` and others."""
 
+import errno
 import io
 from pathlib import Path
 
@@ -139,9 +140,10 @@ def test_a_row_that_names_a_file(tmp_path, image_file):
         [{"bytes": None, "path": path}],
         type=pa.struct({"bytes": pa.binary(), "path": pa.string()}),
     )
-    for part in ("train", "val"):
-        write_parquet(tmp_path / f"{part}.parquet", image=cells, label=[0])
-    assert opened("arrow", tmp_path).train.read(0).size == (10, 12)
+    for images in (cells, [path]):
+        for part in ("train", "val"):
+            write_parquet(tmp_path / f"{part}.parquet", image=images, label=[0])
+        assert opened("arrow", tmp_path).train.read(0).size == (10, 12)
 
 
 def test_a_row_that_names_a_file_outside_of_the_folder(tmp_path, image_file, monkeypatch):
@@ -224,6 +226,35 @@ def test_parts_with_different_classes(tmp_path):
     rows(2, ("b", "a")).to_parquet(tmp_path / "test.parquet")
     splits = opened("arrow", tmp_path)
     assert splits.train.labels.tolist() == [0, 1] and splits.val.labels.tolist() == [1, 0]
+
+
+def test_a_part_without_rows_keeps_its_declared_classes(tmp_path):
+    for part, count in (("train", 0), ("test", 2)):
+        rows(count, ("b", "a")).to_parquet(tmp_path / f"{part}.parquet")
+    assert opened("arrow", tmp_path).classes == ["a", "b"]
+    rows(2, ("b", "a")).to_parquet(tmp_path / "train.parquet")
+    rows(0, ("a", "c")).to_parquet(tmp_path / "test.parquet")
+    with pytest.raises(UserError, match=r"'b'.*'c'"):
+        opened("arrow", tmp_path)
+
+
+def test_booleans_and_integers_are_classes(tmp_path):
+    for labels, numbered in (([False, True], False), ([0, 1], True)):
+        write_parquet(tmp_path / "train.parquet", image=["x.png"] * 2, label=labels)
+        write_parquet(tmp_path / "val.parquet", image=["x.png"] * 2, label=labels)
+        train = opened("arrow", tmp_path).train
+        assert train.labels.tolist() == [0, 1] and train.numbered == numbered
+    assert train.describe(0).endswith("train[0] (x.png)")
+
+
+def test_a_full_disk_is_not_the_files_fault(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_parquet(tmp_path / "train.parquet", image=[png(1)], label=[0])
+    monkeypatch.setattr(pa.ipc, "new_stream", full)
+    with pytest.raises(OSError, match="No space left"):
+        opened("arrow", tmp_path)
 
 
 @pytest.mark.parametrize(

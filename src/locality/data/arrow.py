@@ -14,7 +14,8 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -178,8 +179,8 @@ def _read(files: list[Path], part: str, folder: Path) -> datasets.Dataset:
         return hf.concatenate_datasets([hf.Dataset.from_file(str(path)) for path in files])
 
 
-def _convert_parquet(path: Path) -> Path:
-    """Convert a Parquet file to a cached Arrow file, once."""
+def _convert_parquet(path: Path, unreadable: str) -> Path:
+    """Convert a Parquet file to a cached Arrow file, once; `unreadable` begins reading's errors."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -190,16 +191,25 @@ def _convert_parquet(path: Path) -> Path:
     if target.exists():
         return target
     most = max(_MIN_UNCOMPRESSED_LIMIT, _MAX_COMPRESSION * status.st_size)
-    with pq.ParquetFile(path) as file:
-        about = file.metadata
+    # Errors of writing the copy are not the Parquet file's.
+    reading = partial(wrap_errors, unreadable, OSError, ValueError)
+    with reading():
+        file = pq.ParquetFile(path)
+        about, schema = file.metadata, file.schema_arrow
+
+    def read_batches(rows: int) -> Iterator[pa.RecordBatch]:
+        with reading():
+            yield from file.iter_batches(rows)
+
+    with file:
         groups = [about.row_group(n).total_byte_size for n in range(about.num_row_groups)]
         _check_uncompressed(path, sum(groups), most)
         _log.warning("converting '%s' to Arrow, once; the copy is '%s'", path, target)
         cache.mkdir(parents=True, exist_ok=True)
         # A value stored once may be used by many rows, each of which is written in full.
-        rows = min(_BATCH_ROWS, max(1, _MIN_UNCOMPRESSED_LIMIT // max(1, *groups)))
-        with atomic_file(target) as out, pa.ipc.new_stream(out, file.schema_arrow) as stream:
-            for batch in file.iter_batches(rows):
+        rows = min(_BATCH_ROWS, max(1, _MIN_UNCOMPRESSED_LIMIT // max([1, *groups])))
+        with atomic_file(target) as out, pa.ipc.new_stream(out, schema) as stream:
+            for batch in read_batches(rows):
                 _check_uncompressed(path, out.tell() + batch.nbytes, most)
                 stream.write_batch(batch)
     return target
@@ -238,8 +248,8 @@ def _labels(
         raise UserError(f"{cells.null_count} rows of {where} have no {column}")
     names = list(getattr(rows.features[column], "names", None) or [])
     values = cells.to_numpy()
-    if values.dtype == object and all(isinstance(value, str) for value in values):
-        names = names or sort_classes([*classes, *values])
+    if not names and values.dtype == object and all(isinstance(value, str) for value in values):
+        names = sort_classes([*classes, *values])
         numbers = {name: number for number, name in enumerate(names)}
         return names, np.array([numbers[value] for value in values], np.int64)
     if values.dtype.kind not in "biu":
