@@ -89,8 +89,9 @@ class ArrowSource(ImageSource):
     def _cell(self, index: int) -> dict[str, Any]:
         """The "bytes" or "path" of a row's image."""
         cell = self.rows[index].column(0)[0].as_py()
-        name = {bytes: "bytes", str: "path"}.get(type(cell))
-        return {name: cell} if name else cell or {}
+        if isinstance(cell, (bytes, str)):
+            return {"bytes" if isinstance(cell, bytes) else "path": cell}
+        return cell or {}
 
     def describe(self, index: int) -> str:
         path = self._cell(index).get("path")
