@@ -138,9 +138,12 @@ def read_yaml(path: Path | str) -> Any:
 def parse_yaml(text: str, where: str) -> Any:
     """The value of a YAML text, read by a safe loader; `where` names it in errors."""
     with wrap_errors(f"{where} is not valid YAML", yaml.YAMLError, ValueError, TypeError):
-        depth = 0
+        depth = count = 0
         event: Any
         for event in yaml.parse(text, _Loader):
+            count += isinstance(event, yaml.NodeEvent)
+            if count > _MOST_YAML_VALUES:
+                raise UserError(f"{where} holds more than {_MOST_YAML_VALUES:,} values")
             depth += isinstance(event, yaml.CollectionStartEvent)
             depth -= isinstance(event, yaml.CollectionEndEvent)
             if depth > _DEEPEST:  # libyaml would overflow the stack

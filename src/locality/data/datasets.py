@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 
 import numpy as np
 import numpy.typing as npt
@@ -293,16 +294,32 @@ def _read_idx(path: Path, dims: int) -> npt.NDArray[np.uint8]:
 def _parts(config: DataConfig) -> list[Any]:
     """The parts of a dataset, opened by its torchvision reader."""
     row = DATASETS[config.dataset]
+    title, content = row["title"], row["content"]
     root = Path(config.root or "").expanduser()
-    reader, how = getattr(torchvision.datasets, row["reader"]), {"download": config.download}
     # The first of several processes downloads; the others wait and find the files.
-    turn = WeakFileLock(root / ".locality.lock") if config.download else contextlib.nullcontext()
-    sentence = (
-        f"{row['title']} cannot be read from '{root}'; expected {row['content']}, or set "
-        f"data.download to true to fetch it"
-    )
-    with wrap_errors(sentence, RuntimeError, OSError, ModuleNotFoundError), turn:
-        return [reader(str(root), **how, **part) for part in row["parts"]]
+    turn: Any = contextlib.nullcontext()
+    if config.download:
+        root.mkdir(parents=True, exist_ok=True)
+        turn = WeakFileLock(root / ".locality.lock")
+    try:
+        with turn:
+            return [
+                getattr(torchvision.datasets, row["reader"])(
+                    str(root), download=config.download, **part
+                )
+                for part in row["parts"]
+            ]
+    except URLError as error:
+        raise UserError(
+            f"{title} could not be downloaded ({error.reason}); put {content} into '{root}'"
+        ) from error
+    except ModuleNotFoundError as error:
+        raise UserError(f"{title} has MATLAB files, which need scipy: pip install scipy") from error
+    except (RuntimeError, FileNotFoundError) as error:
+        raise UserError(
+            f"{title} is not in '{root}', or damaged: expected {content}; set data.download to "
+            f"true to fetch it"
+        ) from error
 
 
 def open_torchvision(config: DataConfig) -> Opened:

@@ -37,6 +37,7 @@ from locality.errors import UserError
 
 # Formats, recognised by content, not by file name. Of the others that Pillow reads, some run
 # programs (EPS), or are not photographs.
+_BLOCK_BYTES = 1 << 20
 _FORMATS = ("JPEG", "MPO", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM", "JPEG2000", "AVIF", "HEIF")
 # Larger than the largest accepted image, uncompressed.
 MAX_FILE_BYTES = 400_000_000
@@ -224,7 +225,11 @@ def _check_png(data: bytes, image: Image.Image) -> None:
         columns = -(-(image.width - left) // right)
         rows = -(-(image.height - top) // down)
         expected += rows * (1 + (columns * bits + 7) // 8) if columns > 0 and rows > 0 else 0
-    if len(zlib.decompressobj().decompress(b"".join(compressed), expected)) < expected:
+    # In blocks: a small file may hold gigabytes.
+    inflate, length, rest = zlib.decompressobj(), 0, b"".join(compressed)
+    while length < expected and (block := inflate.decompress(rest, _BLOCK_BYTES)):
+        length, rest = length + len(block), inflate.unconsumed_tail
+    if length < expected:
         raise BadImage("the image is damaged (rows are missing at its end)")
 
 

@@ -163,12 +163,14 @@ def train_loader(
     """
     if not len(source):
         raise UserError("no images to train on; the dataset is empty or for evaluation only")
+    checks.integer("world_size", world_size, 1)
     checks.integer("rank", rank, 0, world_size - 1)
     if batch_size < 1 or batch_size % (world_size * accumulate):
         raise UserError(
             f"a batch of {batch_size} cannot be divided evenly over {world_size} processes "
             f"× {accumulate} micro-batches; give a multiple of {world_size * accumulate}"
         )
+    checks.integer("stop_step", stop_step, 0)
     checks.integer("start_step", start_step, 0, stop_step)
     batches = TrainBatches(
         source, preprocessing, batch_size, rank, world_size, on_bad_image, augment, seed, accumulate
@@ -197,6 +199,7 @@ def eval_loader(
     """
     if not len(source):
         raise UserError("no images to evaluate on")
+    checks.integer("world_size", world_size, 1)
     checks.integer("rank", rank, 0, world_size - 1)
     checks.integer("batch_size", batch_size, 1)
     batches = EvalBatches(source, preprocessing, batch_size, rank, world_size, on_bad_image)
