@@ -267,8 +267,8 @@ class Loop:
         if state.bad_losses >= allowed:
             kept = f"the checkpoint of step {self._saved} is kept"
             raise self._diverged(
-                f"{reason} in step {state.step + 1}; {state.bad_losses} updates were skipped, as "
-                f"many as engine.max_bad_losses allows; "
+                f"{reason} in step {state.step + 1} after {state.bad_losses} skipped updates "
+                f"(engine.max_bad_losses allows {allowed}); "
                 f"{kept if self._saved >= 0 else 'no checkpoint exists'}"
             )
         state.bad_losses += 1
