@@ -114,7 +114,7 @@ def test_a_graph_is_one_file_and_knows_its_classes_and_preprocessing(exported):
     assert opened.classes == tuple(CLASSES) and opened.preprocessing == Preprocessing(
         model.img_size, crop_pct=1.0
     )
-    assert opened.name == (model.variant or "model.onnx") and opened.model is None
+    assert opened.name == "model.onnx" and opened.model is None
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def _open_graph(path: Path) -> Classifier:
         return found
 
     prepared = default_preprocessing(held.preprocessing, held.config)
-    return Classifier(held.name or path.name, logits, prepared, held.classes)
+    return Classifier(path.name, logits, prepared, held.classes)
 
 
 def create_model(
