@@ -249,15 +249,10 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
 
     remaining = left(cost)
     passes, beside = cost.passes(remaining), budget - remaining
-    height, width = ResolvedRun(adjusted(name, changes), splits).img_size
-    often = "less than once" if passes < 1 else f"{passes:.2g} times"
-    short = (
-        f"in {minutes:g} minutes {adjusted(name, changes).model.name} at {height}×{width} would "
-        f"see each of {images:,} images {often} on this machine, and learns little in fewer than "
-        f"{MIN_EPOCHS}; give --minutes "
-        f"{math.ceil(SLACK * (cost.enough(MIN_EPOCHS) + beside) / 60)}, or a smaller model or "
-        f"--model.img_size"
-    )
+    short = ""
+    if passes < MIN_EPOCHS:
+        enough = SLACK * (cost.enough(MIN_EPOCHS) + beside) / 60
+        short = _too_short(ResolvedRun(adjusted(name, changes), splits), passes, minutes, enough)
     if passes < 1:
         raise UserError(short)
     off = _unmixed(name, changes, passes * images)
@@ -278,10 +273,22 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
         "and baselines; the length is adjusted after warm-up to the speed so far",
         "keeps   the best and the last weights; the accuracy of the best of many evaluations is "
         "optimistic, so test on other images (data.val_part)",
-        *([f"short   {short}"] if passes < MIN_EPOCHS else []),
+        *([f"short   {short}"] if short else []),
         *_advice(name, minutes, longest, config.data.root),
     )
     return AutoFit(config, reasons, name, changes, cost, started + budget)
+
+
+def _too_short(run: ResolvedRun, passes: float, minutes: float, enough: float) -> str:
+    """The sentence for a run that sees each image fewer than `MIN_EPOCHS` times."""
+    height, width = run.img_size
+    often = "less than once" if passes < 1 else f"{passes:.2g} times"
+    return (
+        f"in {minutes:g} minutes {run.config.model.name} at {height}×{width} would see each of "
+        f"{len(run.splits.train):,} images {often} on this machine, and learns little in fewer "
+        f"than {MIN_EPOCHS}; give --minutes {math.ceil(enough)}, or a smaller model or "
+        f"--model.img_size"
+    )
 
 
 def _unmixed(name: str, changes: Mapping[str, Any], seen: float) -> dict[str, float]:
