@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from locality.settings import to_yaml
@@ -30,19 +33,26 @@ def started(
     return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
 
 
-def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Exit code and stderr; fails with stderr after three minutes."""
-    try:
-        _, errors = process.communicate(timeout=180)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGABRT)  # prints tracebacks and ends
+def finished(*tasks: subprocess.Popen[str]) -> tuple[list[int], str]:
+    """Exit codes and joined stderr; fails with tracebacks of all after three minutes."""
+    late = time.monotonic() + 180
+    hung = []
+    for task in tasks:
         try:
-            _, errors = process.communicate(timeout=20)
+            task.communicate(timeout=max(0.0, late - time.monotonic()))
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            _, errors = process.communicate()
-        pytest.fail(f"{process.args} has not ended:\n{errors}")
-    return process.returncode, errors
+            hung.append(task)
+    for task in hung:
+        parent = psutil.Process(task.pid)
+        for process in (parent, *parent.children(recursive=True)):
+            process.send_signal(signal.SIGABRT)  # prints tracebacks, one process after the other
+            psutil.wait_procs([process], timeout=10)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(task.pid, signal.SIGKILL)
+    errors = "".join(task.communicate()[1] for task in tasks)
+    if hung:
+        pytest.fail(f"{[task.args for task in hung]} have not ended:\n{errors}")
+    return [task.returncode for task in tasks], errors
 
 
 def launch(launcher: str, how: str, words: list[str], folder: Path) -> tuple[list[int], str]:
@@ -71,14 +81,13 @@ def launch(launcher: str, how: str, words: list[str], folder: Path) -> tuple[lis
         tasks = [started(own, TORCHRUN)]
     else:
         tasks = [started([*own, "--engine.devices", "1" if launcher == "one" else "2"])]
-    ended = [finished(task) for task in tasks]
-    codes = [code for code, _ in ended]
+    codes, errors = finished(*tasks)
     left = [json.loads(report.read_text()) for report in reports.iterdir()]
     assert len(left) == 1 if launcher == "one" else 2
     for report in left:
         codes += report["started"]
         assert (report["threads"], report["children"], report["shared memory"]) == ([], [], [])
-    return codes, "".join(errors for _, errors in ended)
+    return codes, errors
 
 
 def configuration(folder: Path, **changes: Any) -> list[str]:
@@ -150,6 +159,4 @@ def two_machines(how: str, words: list[str], folder: Path) -> tuple[list[int], s
     launcher = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
     launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=run"]
     own = [RANK, str(reports), how, *words, "--output", str(folder)]
-    agents = [started(own, launcher) for _ in range(2)]
-    codes, errors = zip(*map(finished, agents), strict=True)
-    return list(codes), "".join(errors)
+    return finished(*(started(own, launcher) for _ in range(2)))
