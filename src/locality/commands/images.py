@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -246,17 +247,16 @@ def _moved(run: str, own: DataConfig, root: str) -> data.DataSplits | None:
 
 def _by_class(predictions: Predictions) -> list[str]:
     """Recall, precision and confusion matrix of the classes with the lowest recall."""
-    rows = predictions.per_class()
-    held = [number for number, row in enumerate(rows) if row["images"]]
-    by_recall = sorted(held, key=lambda number: rows[number]["right"] / rows[number]["images"])
-    shown, found, counts = sorted(by_recall[:_CLASSES]), list[list[Any]](), list[list[Any]]()
-    for number, confused in zip(shown, predictions.confusion(shown).tolist(), strict=True):
-        row, name = rows[number], f"{number + 1} {printable(predictions.classes[number])}"
-        shares = (100 * row["right"] / row[of] if row[of] else None for of in ("images", "called"))
-        percents = ("" if share is None else f"{share:.1f}" for share in shares)
-        found.append([name, row["images"], *percents])
+    rows = predictions.by_recall()
+    shown = sorted(rows[:_CLASSES], key=itemgetter("number"))
+    confusion = predictions.confusion([row["number"] for row in shown]).tolist()
+    found, counts = list[list[Any]](), list[list[Any]]()
+    for row, confused in zip(shown, confusion, strict=True):
+        name = f"{row['number'] + 1} {printable(row['name'])}"
+        precision = f"{row['precision']:.1f}" if row["called"] else ""
+        found.append([name, row["images"], f"{row['recall']:.1f}", precision])
         counts.append([name, *(count or "" for count in confused)])
-    left = f"; shown: lowest recall, {len(shown)} of {len(held)} classes" * (len(shown) < len(held))
+    left = f"; shown: lowest recall, {len(shown)} of {len(rows)} classes" * (len(shown) < len(rows))
     never = predictions.never
     return [
         "",
@@ -264,7 +264,7 @@ def _by_class(predictions: Predictions) -> list[str]:
         f"mean recall {predictions.macro:.1f}%{left}"
         + (f"; never predicted: {some(never)}" if never else ""),
         "",
-        table(counts, ["class, predicted as", *(str(n + 1) for n in shown)]),
+        table(counts, ["class, predicted as", *(str(row["number"] + 1) for row in shown)]),
     ]
 
 

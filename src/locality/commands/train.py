@@ -15,7 +15,7 @@ from locality.checkpoints.registry import is_run_folder, missing
 from locality.commands import images_at, say
 from locality.commands.parsing import Parser, first_word, peek
 from locality.data.folder import place_name
-from locality.errors import UserError, some
+from locality.errors import UserError, printable, some
 from locality.files import check_output, read_yaml
 from locality.machine import is_main_process
 from locality.settings import Setting, differences, flatten, replace, to_yaml
@@ -100,12 +100,18 @@ def _train(config: RunConfig, folder: Path, quiet: bool, fit: Any = None) -> Non
 
 def _closing(folder: Path, result: dict[str, Any], baselines: str) -> list[str]:
     """The summary printed after a run: results, folder and next commands."""
+    from locality.analysis.statistics import proportion_interval
+
     predictions = training.RunFolder(folder).predictions()
     kept, last = result.get("best_step", result["steps"]), result["steps"]
+    low, high = proportion_interval(result["top1"] / 100, result["val_images"])
+    worst = predictions.by_recall()[0]
     lines = [
-        f"top-1     {result['top1']:.1f}% of {result['val_images']:,} validation images",
+        f"top-1     {result['top1']:.1f}% of {result['val_images']:,} validation images "
+        f"(95% interval {100 * low:.1f} to {100 * high:.1f})",
         f"beside    {baselines}, on the same pixels",
-        f"classes   {predictions.macro:.1f}% on average over {len(predictions.classes):,} classes",
+        f"classes   {predictions.macro:.1f}% on average over {len(predictions.classes):,} classes, "
+        f"lowest {worst['recall']:.1f}% ({printable(worst['name'])})",
     ]
     if never := predictions.never:
         lines[-1] += f"; {len(never)} never predicted: {some(never)}"

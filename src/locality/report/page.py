@@ -360,18 +360,15 @@ def single_run(run: RecordedRun) -> dict[str, Any]:
 def _from_predictions(run: RecordedRun, predictions: Predictions) -> dict[str, Any]:
     rows = predictions.per_class()
     counts = run.class_counts()
-    for name, row in zip(predictions.classes, rows, strict=True):
-        row |= {"name": name, "train_images": counts.get(name)}
     errors = [row["images"] + row["called"] - 2 * row["right"] for row in rows]
     shown = sorted(np.argsort(np.negative(errors), kind="stable")[:_MAX_CLASSES].tolist())
     table, error = predictions.calibration()
     names = [predictions.classes[number] for number in shown]
-    held = [row for row in rows if row["images"]]
-    worst = sorted(held, key=lambda row: row["right"] / row["images"])
     return {
         "predictions": predictions,
         "unread": int(run.result["val_images"]) - len(predictions.labels),
-        "rows": worst[:_MAX_CLASSES],
+        "rows": predictions.by_recall()[:_MAX_CLASSES],
+        "train_images": counts,
         "confusion": charts.chart(charts.draw_confusion, predictions.confusion(shown), names),
         "confused_classes": len(shown),
         "calibration": charts.chart(charts.draw_calibration, table),

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, get_args
 
@@ -371,11 +372,14 @@ class Predictions:
         return np.array([[self.pairs[label, other] for other in chosen] for label in chosen])
 
     def per_class(self) -> list[dict[str, Any]]:
-        """Per class, in order: the number of its `images`, of those predicted `right`, and of all
-        images `called` this class; the class it is most often `confused` with, and how many
-        `times`."""
+        """Per class, in order: its `number` and `name`; how many `images` it has, of those are
+        predicted `right`, and of all images are `called` this class; `recall` and `precision` in
+        percent, None of no images; the class it is most often `confused` with, how many `times`.
+        """
         empty = {"images": 0, "right": 0, "called": 0, "times": 0}
-        rows: list[dict[str, Any]] = [dict(empty) for _ in self.classes]
+        rows: list[dict[str, Any]] = [
+            {"number": number, "name": name, **empty} for number, name in enumerate(self.classes)
+        ]
         for (label, predicted), times in sorted(self.pairs.items()):
             rows[label]["images"] += times
             rows[predicted]["called"] += times
@@ -383,7 +387,14 @@ class Predictions:
                 rows[label]["right"] = times
             elif times > rows[label]["times"]:
                 rows[label] |= {"confused": self.classes[predicted], "times": times}
+        for row in rows:
+            for share, of in (("recall", "images"), ("precision", "called")):
+                row[share] = 100 * row["right"] / row[of] if row[of] else None
         return rows
+
+    def by_recall(self) -> list[dict[str, Any]]:
+        """`per_class` of the classes with images, lowest recall first."""
+        return sorted((row for row in self.per_class() if row["images"]), key=itemgetter("recall"))
 
     @property
     def macro(self) -> float:
