@@ -222,7 +222,7 @@ def measure_model(model: nn.Module, images: Tensor, batch_size: int | None = Non
     if batch_size is None:
         pixels = images.shape[-2] * images.shape[-1]
         batch_size = 8 if images.device.type == "cpu" else max(8, _GPU_BATCH_PIXELS // pixels)
-    with eval_mode(model), capture(model, on_layer=reduce):
+    with capture(model, on_layer=reduce), eval_mode(model):
         for batch in images.split(batch_size):
             model(batch)
     layers = []

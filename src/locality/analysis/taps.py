@@ -85,6 +85,11 @@ def attention_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     Raises:
         UserError: the model is compiled or has no attention module that can be read.
     """
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"attention is read from a torch module, such as open_model(…).module(), not from a "
+            f"{type(model).__name__}"
+        )
     if hasattr(model, "_orig_mod"):
         raise UserError(
             "attention cannot be observed inside a compiled model; pass the original model"

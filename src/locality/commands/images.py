@@ -350,7 +350,7 @@ def figure(arguments: Sequence[str]) -> None:
     takes = chosen.takes
     of_models = "images layers heads variant entry set"
     unused = {"runs": f"place count {of_models}", "images": of_models, "models": ""}[takes]
-    parser.refuse(unused, f"has no effect on {options.name}, drawn from {takes}")
+    parser.refuse(unused, f"not used by {options.name}, which is drawn from {takes}")
 
     if takes == "models":
         options.sources = [GivenModel(source, options) for source in options.sources]

@@ -168,7 +168,7 @@ def _layers(pictures: Pictures, layers: Sequence[int] | None) -> Sequence[int]:
         return sorted({min(1, depth - 1), max(0, depth - 3)})
     for layer in layers:
         if not 0 <= layer < depth:
-            raise UserError(f"layer {layer + 1} is out of range; the model has {depth} layers")
+            raise UserError(f"layer {layer + 1} is out of range; the model has layers 1 to {depth}")
     return layers
 
 

@@ -249,7 +249,7 @@ function buildPlots() {
     $("plots").append(plot("Gates", "gate σ(λ)", "Gate by layer: 1 is position alone, 0 content alone. Layers without dots have no gate.",
       (layer) => layer.gates, 1, highlight, choose));
   }
-  $("plots").append(element("details", {}, element("summary", {}, "distance and gate of every head, as a table"), summary()));
+  $("plots").append(element("details", {}, element("summary", {}, "mean distance and gate of every head, as a table"), summary()));
 }
 
 // Each layer's mean distance over heads and images, each head's, and its gates.
