@@ -30,10 +30,7 @@ MAX_SIDE = 32
 MAX_IMAGES = 20_000
 """Larger sets are subsampled evenly within each class."""
 
-ADVICE = (
-    "start from weights (locality finetune), train it longer, or without augment.mixup and "
-    "augment.cutmix"
-)
+ADVICE = "start from weights (locality finetune), or train it longer"
 """For a model that is below a baseline."""
 
 BASELINES = "baselines.json"

@@ -89,7 +89,7 @@ def convert(
                 torch.save(state, file)
         if unspecified := wanted.unspecified(checkpoint.config):
             missing = format_settings(unspecified)
-            notes = f"\nthese weights do not specify {missing}; set this when loading them"
+            notes = f"\nthe format does not keep {missing}; readers assume a published model's"
     elif target.suffix:
         write_file(checkpoint, target)
     else:

@@ -88,11 +88,11 @@ class Checkpoint:
             UserError: if it is not a model of this library, its tensors do not match its
                 configuration, or its weights are not finite.
         """
-        model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+        # Wrappers: torch.compile's, and the class for transformers.
+        model = getattr(model, "_orig_mod", model)
+        model = getattr(model, "locality", model)
         if not isinstance(model, ImageClassifier):
-            raise UserError(
-                f"only this library's models can be saved, not a {type(model).__name__}"
-            )
+            raise UserError(f"a model of this library is needed, not a {type(model).__name__}")
         state = contiguous_copies(
             {name: each.detach().cpu() for name, each in model.state_dict().items()}
         )

@@ -201,13 +201,12 @@ def _from_state(
                 f"{path} does not specify all settings; assuming {format_settings(assumed)}. "
                 f"Override with --set NAME=VALUE, or settings={{...}} in Python"
             )
-    elif not alone:
-        code = key_map.accepted(config).get("activation", ())
-        if code and config.activation not in code:
-            _log.warning(
-                f"{path} has the tensor names of {key_map.title}, whose code computes "
-                f"activation={code[0]!r}; the model keeps its own, {config.activation!r}"
-            )
+    code = key_map.accepted(config).get("activation", ())
+    if code and config.activation not in code and "activation" not in settings and not alone:
+        _log.warning(
+            f"{path} has the tensor names of {key_map.title}, whose code computes "
+            f"activation={code[0]!r}; this model computes {config.activation!r}"
+        )
     return Checkpoint(config, ours, name, key_map=key_map.name, described=False)
 
 

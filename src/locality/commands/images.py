@@ -230,7 +230,8 @@ def evaluate(arguments: Sequence[str]) -> None:
     top5 = f"top-5 {result['top5']:.2f}%  " if len(classes) > 5 else ""
     print(
         f"top-1 {result['top1']:.2f}%  {top5}loss {result['loss']:.4f}  "
-        f"on {result['n']} images of {result['dataset']}"
+        f"on {result['n']} {'images' if whole else 'validation images'} of "
+        f"{chosen.root or result['dataset']}"
     )
     print("\n".join(_by_class(collector.predictions(splits.val, classes))))
 

@@ -179,7 +179,7 @@ class Parser(argparse.ArgumentParser):
         name = word.lstrip("-").partition("=")[0]
         found = " or ".join(f"--{each}" for each in near(name, self._texts, self._texts))
         hint = f"did you mean {found}?" if found else f"see {self.prog} --help"
-        return UserError(f"unknown setting '{name}'; {hint}")
+        return UserError(f"unknown option '--{name}'; {hint}")
 
 
 def _shown(hint: Any) -> str:

@@ -104,10 +104,11 @@ def _closing(folder: Path, result: dict[str, Any], baselines: str) -> list[str]:
 
     predictions = training.RunFolder(folder).predictions()
     kept, last = result.get("best_step", result["steps"]), result["steps"]
-    low, high = proportion_interval(result["top1"] / 100, result["val_images"])
+    evaluated = len(predictions.labels)  # without images that cannot be read
+    low, high = proportion_interval(result["top1"] / 100, evaluated)
     worst = predictions.by_recall()[0]
     lines = [
-        f"top-1     {result['top1']:.1f}% of {result['val_images']:,} validation images "
+        f"top-1     {result['top1']:.1f}% of {evaluated:,} validation images "
         f"(95% interval {100 * low:.1f} to {100 * high:.1f})",
         f"beside    {baselines}, on the same pixels",
         f"classes   {predictions.macro:.1f}% on average over {len(predictions.classes):,} classes, "

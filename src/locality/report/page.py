@@ -334,12 +334,14 @@ def single_run(run: RecordedRun) -> dict[str, Any]:
         UserError: a file in its folder is damaged.
     """
     evaluated = [row for row in run.curve if {"step", "top1"} <= row.keys()]
-    best = max(evaluated, key=lambda row: row["top1"], default=None)
+    kept = run.result.get("best_step", run.result.get("steps"))
+    # Of equal accuracies the one whose weights are kept.
+    best = max(evaluated, key=lambda row: (row["top1"], row["step"] == kept), default=None)
     found: dict[str, Any] = {
         "best": best,
         "chosen_of": len(evaluated) if run.config["schedule"].get("patience") else 1,
-        "interval": proportion_interval(run.result["top1"] / 100, run.result["val_images"]),
-        "kept_step": run.result.get("best_step", run.result.get("steps")),
+        "evaluated": int(run.result["val_images"]),
+        "kept_step": kept,
         "curves": {
             name: charts.chart(charts.draw_curves, run, columns, best, y_label)
             for name, (y_label, columns) in _CURVES.items()
@@ -354,6 +356,7 @@ def single_run(run: RecordedRun) -> dict[str, Any]:
     }
     if run.predictions_file.exists():
         found |= _from_predictions(run, run.predictions())
+    found["interval"] = proportion_interval(run.result["top1"] / 100, found["evaluated"])
     return found
 
 
@@ -366,6 +369,7 @@ def _from_predictions(run: RecordedRun, predictions: Predictions) -> dict[str, A
     names = [predictions.classes[number] for number in shown]
     return {
         "predictions": predictions,
+        "evaluated": len(predictions.labels),
         "unread": int(run.result["val_images"]) - len(predictions.labels),
         "rows": predictions.by_recall()[:_MAX_CLASSES],
         "train_images": counts,

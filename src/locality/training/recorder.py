@@ -189,7 +189,7 @@ class Recorder:
             image, reason = list(skipped.items())[-1]
             file = folder.skipped_file
             self.log(
-                f"{len(skipped)} training images could not be read and were replaced by others "
+                f"training images that cannot be read, replaced by others: {len(skipped)} "
                 f"({file.name}), the last: {image}: {reason}"
             )
             write_atomic(file, csv_text([("image", "reason"), *skipped.items()]))
