@@ -128,8 +128,9 @@ def fit(
     every = math.ceil(steps / evaluations)
     length = {"schedule.steps": steps, "schedule.warmup": begun or steps // 10}
     length |= {"schedule.eval_every": every}
-    # Patience keeps the best weights; fine-tuning also stops early.
-    length |= {"schedule.patience": 3 * every if name == "finetune" else steps}
+    # Patience keeps the best weights; fine-tuning large models also stops early.
+    early = name == "finetune" and not _small(config)
+    length |= {"schedule.patience": 3 * every if early else steps}
     took = cost.seconds((steps - begun) * batch, evaluations)
     return adjusted(name, length | dict(changes)), took
 
@@ -212,8 +213,9 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
 
     def at(size: Mapping[str, Any]) -> dict[str, Any]:
         changes = dict(size) | dict(given)
-        batch = batch_size(images, small=_small(adjusted(name, changes)))
-        return {"engine.batch_size": batch} | (mixed if tuned else {}) | changes
+        small = _small(adjusted(name, changes))
+        batch = batch_size(images, small=small)
+        return {"engine.batch_size": batch} | (mixed if tuned and not small else {}) | changes
 
     def measure(size: Mapping[str, Any]) -> tuple[dict[str, Any], Cost | None]:
         return (at(size), None) if minutes is None else _measured_fastest(name, at(size), splits)
@@ -293,7 +295,7 @@ def _too_short(run: ResolvedRun, passes: float, minutes: float, enough: float) -
 
 def _unmixed(name: str, changes: Mapping[str, Any], seen: float) -> dict[str, float]:
     """Mixup and cutmix off, unless given, for small photographs of which so few are seen."""
-    if name == "finetune" or seen >= _MIXED_IMAGES or not _small(adjusted(name, changes)):
+    if seen >= _MIXED_IMAGES or not _small(adjusted(name, changes)):
         return {}
     return {name: 0.0 for name in ("augment.mixup", "augment.cutmix") if name not in changes}
 

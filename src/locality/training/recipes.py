@@ -405,10 +405,10 @@ def finetune(
 ) -> RunConfig:
     """Fine-tuning on a custom dataset.
 
-    The classifier is new. Early layers learn more slowly than late ones (`layer_decay`). The
-    learning rate is a quarter of that from scratch; at 32 pixels or fewer it is the same, since
-    weights of that size know little. Mixup and cutmix are off below 5,000 images. Training stops
-    early by validation accuracy and keeps the best weights.
+    The classifier is new. Early layers learn more slowly than late ones (`layer_decay`), at a
+    quarter of the rate from scratch. Mixup and cutmix are off below 5,000 images. Training stops
+    early by validation accuracy and keeps the best weights. At 32 pixels or fewer all of this is as
+    in `photos`, since weights of that size know little.
 
     Command: `locality train finetune --data.root FOLDER --model.weights WEIGHTS`, or `locality
     finetune FOLDER --from WEIGHTS`: a run folder, a file, public weights, or "timm/" and a timm
@@ -417,14 +417,16 @@ def finetune(
     Cost: ten minutes, or 50 passes over the images.
     Expect: depends on the images.
     """
-    slower = {} if is_small(model, img_size) else {"lr_batch": 256, "clip_grad": 1.0}
+    scratch, start = photos(model, img_size, seed), {"weights": weights, "overrides": {}}
+    if is_small(model, img_size):
+        return _as(scratch, "finetune", model=start)
     length = {"steps": 500, "warmup": 50, "eval_every": 50, "patience": 150}
     return _as(
-        photos(model, img_size, seed),
+        scratch,
         "finetune",
-        model={"weights": weights, "overrides": {}},
+        model=start,
         augment={"mixup": 0.0, "cutmix": 0.0},
-        optim={"layer_decay": 0.75} | slower,
+        optim={"layer_decay": 0.75, "lr_batch": 256, "clip_grad": 1.0},
         schedule=length | {"warmup_lr": 0.0, "min_lr": 1e-6},
     )
 
