@@ -43,7 +43,8 @@ _MAX_EVALUATIONS, _EVALUATION_SHARE = 10, 0.15
 _TIMING_MACS = 2e10
 _TIMING_STEPS = 3
 _TIMING_SECONDS = 2.0
-_LOADING_IMAGES = 16
+# Images are loaded in batches of 16, at most 8 and for at most about 1 second.
+_LOADING_IMAGES, _LOADING_BATCHES, _LOADING_SECONDS = 16, 8, 1.0
 
 
 @dataclass(frozen=True)
@@ -178,25 +179,31 @@ def measure_cost(run: ResolvedRun, images_per_second: float | None = None) -> Co
         config.input.at(run.img_size),
         batch_size=_LOADING_IMAGES,
         seed=config.seed,
-        stop_step=2,
+        stop_step=1 + _LOADING_BATCHES,
     )
-    first, loading = (_seconds_per_image(loader) for _ in range(2))
+    with arithmetic_threads(1):  # as in workers; on busy cores several wait for each other
+        first = _loading_times(loader)
+        loading = statistics.median(_loading_times(loader)[: len(first)])
     return Cost(
         *run.counts,
         loading,
         1 / images_per_second,
         config.data.workers * run.world_size,
         run.device_type == "cpu",
-        max(0.0, first - loading),
+        max(0.0, statistics.median(first) - loading),
     )
 
 
-def _seconds_per_image(loader: BatchLoader) -> float:
+def _loading_times(loader: BatchLoader) -> list[float]:
+    """Seconds per image of each batch after the first."""
+    times: list[float] = []
     batches = iter(loader)
-    next(batches)  # warm-up
-    started = time.perf_counter()
     next(batches)
-    return (time.perf_counter() - started) / _LOADING_IMAGES
+    while len(times) < _LOADING_BATCHES and sum(times) * _LOADING_IMAGES < _LOADING_SECONDS:
+        started = time.perf_counter()
+        next(batches)
+        times.append((time.perf_counter() - started) / _LOADING_IMAGES)
+    return times
 
 
 def time_steps(
