@@ -7,11 +7,14 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+from PIL import Image
+from torch import nn
 
 from locality.data import datasets
 from locality.runner.executors import execute
@@ -31,6 +34,15 @@ TINY = {
     "engine.tensorboard": False,
     "engine.precision": "fp32",
 }
+
+SHORT_WORDS = (
+    "--schedule.steps=2",
+    "--schedule.warmup=1",
+    "--schedule.eval_every=1",
+    "--engine.batch_size=8",
+    "--engine.tensorboard=false",
+    "--quiet",
+)
 
 
 def pytest_configure():
@@ -79,6 +91,35 @@ def tiny_config_fixture():
 def tiny_run_fixture():
     """(root, model, seed, settings) → a three-step run in a folder named after its content."""
     return tiny_run
+
+
+def write_image(path: Path, seed: int = 0, size: tuple[int, int] = (12, 10)) -> Path:
+    """A noise image; the suffix decides the format."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+def write_classes(folder: Path, counts: dict[str, int], seed: int = 0, **size: Any) -> Path:
+    """A folder per class with that many different images."""
+    for label, (name, count) in enumerate(counts.items()):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            write_image(folder / name / f"{number:03d}.png", seed + 1000 * label + number, **size)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def image_file():
+    """write_image(path, seed=0, size=(12, 10))."""
+    return write_image
+
+
+@pytest.fixture(scope="session")
+def class_folders():
+    """write_classes(folder, {class: number of images}, seed=0, size=(12, 10))."""
+    return write_classes
 
 
 @pytest.fixture
@@ -132,6 +173,24 @@ def shaken():
     return moved
 
 
+@pytest.fixture(scope="session")
+def randomise() -> Callable[[nn.Module], nn.Module]:
+    """Fill every tensor with random numbers, since zeros and ones would hide a mix-up."""
+
+    def fill(model: nn.Module) -> nn.Module:
+        generator = torch.Generator().manual_seed(0)
+        for name, tensor in model.state_dict().items():
+            if tensor.is_floating_point():
+                noise = torch.randn(tensor.shape, generator=generator)
+                # Variances have to stay above zero.
+                tensor.add_(noise.abs() if name.endswith("running_var") else 0.1 * noise)
+            else:
+                tensor.add_(3)
+        return model.eval()
+
+    return fill
+
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ARGUMENTS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
@@ -139,11 +198,12 @@ ARGUMENTS = [
     # A fake camera, without a permission prompt.
     *("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"),
 ]
-# Elements that overflow the window's right edge.
-OUTSIDE = """(chosen) => [...document.querySelectorAll(chosen)]
+# Elements that overflow the window's right edge, and whether the page scrolls sideways.
+OUTSIDE = """() => [...document.querySelectorAll("body *")]
     .filter((node) => !node.closest(".view, svg") && node.checkVisibility())
     .filter((node) => node.getBoundingClientRect().right > innerWidth + 1)
-    .map((node) => node.outerHTML)"""
+    .map((node) => node.outerHTML)
+    .concat(document.documentElement.scrollWidth > innerWidth ? ["it scrolls sideways"] : [])"""
 
 
 @pytest.fixture(scope="session")
@@ -174,7 +234,7 @@ def open_page(browser):
             ),
         )
         page.goto(Path(path).as_uri())
-        page.outside = lambda chosen="body *": page.evaluate(OUTSIDE, chosen)
+        page.outside = lambda: page.evaluate(OUTSIDE)
         return page
 
     yield opened

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -24,19 +23,13 @@ from safetensors.torch import save_file
 from locality import create_model, save
 from locality.checkpoints import convert, export
 from locality.cli import main
-from locality.training import recipe, replace, train
+from locality.training import train
 from locality_papers import specs
+
+from .conftest import SHORT_WORDS, tiny_config
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SHORT = [
-    "--schedule.steps=2",
-    "--schedule.warmup=1",
-    "--schedule.eval_every=1",
-    "--engine.batch_size=8",
-    "--engine.tensorboard=false",
-    "--quiet",
-]
 
 
 @dataclass
@@ -73,19 +66,13 @@ def snippets(page: Path) -> Iterator[Snippet]:
 
 
 @pytest.fixture(scope="module")
-def readers_folder(tmp_path_factory) -> Path:
+def readers_folder(tmp_path_factory, class_folders) -> Path:
     """Photos, weights of each kind and a run, all small."""
     folder = tmp_path_factory.mktemp("reader")
-    rng = np.random.default_rng(0)
-    for part in ("train", "val"):
-        for name in ("cat", "dog"):
-            place = folder / "photos" / part / name
-            place.mkdir(parents=True)
-            for index in range(8):
-                pixels = rng.integers(0, 255, (72, 80, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(place / f"{index}.png")
-    shutil.copy(folder / "photos/train/cat/0.png", folder / "photo.jpg")
-    train(two_steps(), folder / "runs/mine", quiet=True)
+    counts = {"train/cat": 8, "train/dog": 8, "val/cat": 8, "val/dog": 8}
+    class_folders(folder / "photos", counts, size=(72, 80))
+    shutil.copy(folder / "photos/train/cat/000.png", folder / "photo.jpg")
+    train(tiny_config(), folder / "runs/mine", quiet=True)
     # Public weights where `locality` looks first, named as in the pages.
     public = folder / "home/weights"
     public.mkdir(parents=True)
@@ -101,12 +88,6 @@ def readers_folder(tmp_path_factory) -> Path:
     convert(folder / "own", folder / "cvt.pth", to="cvt-microsoft")
     shutil.rmtree(folder / "own")
     return folder
-
-
-def two_steps():
-    changes = {"schedule.steps": 2, "schedule.warmup": 1, "schedule.eval_every": 1}
-    changes |= {"engine.tensorboard": False, "engine.batch_size": 8}
-    return replace(recipe("digits"), changes)
 
 
 @pytest.fixture
@@ -139,9 +120,9 @@ def shortened(words: list[str]) -> list[str]:
     if words[0] in ("train", "finetune") and "--dry_run" not in words:
         for length in {"--minutes", "--steps"} & set(words):  # `--schedule.steps` sets the length
             del words[(at := words.index(length)) : at + 2]
-        return [*words, *SHORT]
+        return [*words, *SHORT_WORDS]
     if words[0] == "search" and not {"--dry_run", "--resume"} & set(words):
-        return [*words, *SHORT, "--evaluations=4"]
+        return [*words, *SHORT_WORDS, "--evaluations=4"]
     if words[0] == "compare":
         if "--minutes" in words:
             del words[(at := words.index("--minutes")) : at + 2]
@@ -161,7 +142,7 @@ def given(page: Path, folder: Path) -> dict[str, object]:
         export(model, folder / "mine.pt2", "torch-export")
     observed = folder / "runs/with-snapshots"
     if "measure_trajectory(folder" in page.read_text():
-        train(replace(two_steps(), {"schedule.snapshot_every": 1}), observed, quiet=True)
+        train(tiny_config(schedule__snapshot_every=1), observed, quiet=True)
     return {
         "torch": torch,
         "train": train,
@@ -171,7 +152,7 @@ def given(page: Path, folder: Path) -> dict[str, object]:
         "image": Image.open(folder / "photo.jpg"),
         "names": [f"class {number}" for number in range(10)],
         "result": {"top1": 97.0},
-        "config": two_steps(),
+        "config": tiny_config(),
         "folder": observed,
     }
 

@@ -17,22 +17,15 @@ from locality.analysis.recording import (
 )
 from locality.data import open_data
 from locality.errors import UserError
-from locality.training import RunConfig, load_run, recipe, replace, train
+from locality.training import load_run, train
 from locality.training.devices import resolve_accelerator
-
-STEPS = {"schedule.steps": 6, "schedule.warmup": 0, "schedule.eval_every": 3}
-
-
-def config(**changes) -> RunConfig:
-    settings = {"data.fraction": 0.05, "engine.tensorboard": False, "engine.batch_size": 16}
-    return replace(recipe("digits"), STEPS | settings | changes)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(tmp_path_factory, tiny_config):
     """A run with a snapshot every second step."""
     folder = tmp_path_factory.mktemp("measured")
-    train(config(**{"schedule.snapshot_every": 2.0}), folder, quiet=True)
+    train(tiny_config(schedule__steps=6, schedule__snapshot_every=2.0), folder, quiet=True)
     return folder
 
 
@@ -64,8 +57,8 @@ def test_what_is_recorded_is_what_is_measured_and_outlives_the_snapshots(run):
     assert recorded_trajectory(run)["steps"] == [0, 2, 4, 6]
 
 
-def test_a_run_with_snapshots_is_the_run_without(run, tmp_path):
-    train(config(), tmp_path / "alone", quiet=True)
+def test_a_run_with_snapshots_is_the_run_without(run, tmp_path, tiny_config):
+    train(tiny_config(schedule__steps=6), tmp_path / "alone", quiet=True)
     kept, alone = load_run(run)[0], load_run(tmp_path / "alone")[0]
     for name, value in alone.state_dict().items():
         assert torch.equal(value, kept.state_dict()[name]), name

@@ -6,21 +6,14 @@ from locality.analysis.recording import check_observable, record_missing
 from locality.analysis.runs import read_runs
 from locality.data import open_data
 from locality.errors import UserError
-from locality.settings import replace
-from locality.training import RunConfig, load_run, train
-
-
-def trained(folder, **changes):
-    """A real run of a few steps."""
-    changes |= {"schedule.steps": 3, "schedule.epochs": None, "schedule.warmup": 0}
-    changes |= {"data.fraction": 0.05, "engine.tensorboard": False, "augment.hflip": 0.0}
-    train(replace(RunConfig(), changes), folder, quiet=True)
-    return folder
+from locality.training import load_run, train
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return trained(tmp_path_factory.mktemp("run"))
+def run(tmp_path_factory, tiny_config):
+    folder = tmp_path_factory.mktemp("run")
+    train(tiny_config(), folder, quiet=True)
+    return folder
 
 
 def test_record_measures_the_initial_and_the_trained_model(run):
@@ -50,11 +43,13 @@ def test_an_unfinished_run_is_refused(run, tmp_path):
         record(tmp_path)
 
 
-def test_a_network_without_attention_is_refused_and_others_are_recorded(tmp_path):
-    changes = {"model.name": "timm/test_resnet", "model.img_size": 32}
-    folders = [trained(tmp_path / "network", **changes), trained(tmp_path / "run")]
+def test_a_network_without_attention_is_refused_and_others_are_recorded(tmp_path, tiny_config):
+    network = tiny_config("timm/test_resnet", model__img_size=32)
+    folders = [tmp_path / "network", tmp_path / "run"]
+    for config, folder in zip((network, tiny_config()), folders, strict=True):
+        train(config, folder, quiet=True)
     (refused,) = record_missing(folders)
     assert refused.startswith(str(folders[0]))
     assert (folders[1] / "measures.json").exists()
     with pytest.raises(UserError, match="timm/test_resnet"):
-        check_observable(replace(RunConfig(), changes))
+        check_observable(network)

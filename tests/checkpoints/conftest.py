@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 @pytest.fixture(autouse=True)
@@ -14,24 +14,6 @@ def _offline_and_clean(tmp_path_factory, monkeypatch):
     """Keep tests off the network and the user's cache."""
     monkeypatch.setenv("LOCALITY_HOME", str(tmp_path_factory.mktemp("home")))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-
-
-@pytest.fixture(scope="session")
-def randomise() -> Callable[[nn.Module], nn.Module]:
-    """Fill every tensor with random numbers, since zeros and ones would hide a mix-up."""
-
-    def fill(model: nn.Module) -> nn.Module:
-        generator = torch.Generator().manual_seed(0)
-        for name, tensor in model.state_dict().items():
-            if tensor.is_floating_point():
-                noise = torch.randn(tensor.shape, generator=generator)
-                # Variances have to stay above zero.
-                tensor.add_(noise.abs() if name.endswith("running_var") else 0.1 * noise)
-            else:
-                tensor.add_(3)
-        return model.eval()
-
-    return fill
 
 
 @pytest.fixture(scope="session")

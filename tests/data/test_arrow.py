@@ -22,6 +22,7 @@ from locality.errors import UserError
 datasets = pytest.importorskip("datasets")
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
+CELL = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +52,12 @@ def rows(count=6, classes=("no", "yes")):
 def write_parquet(path, **columns):
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table(columns), path)
+
+
+def write_parts(folder, **columns):
+    """The same rows to train and to evaluate on."""
+    for part in ("train", "val"):
+        write_parquet(folder / f"{part}.parquet", **columns)
 
 
 def shades(source):
@@ -109,8 +116,7 @@ def test_numbers_without_names(tmp_path):
 
 def test_a_choice_of_columns(tmp_path):
     columns = {"image": [png(1)] * 2, "label": [0, 1], "labels": [1, 0]}
-    write_parquet(tmp_path / "train.parquet", **columns)
-    write_parquet(tmp_path / "val.parquet", **columns)
+    write_parts(tmp_path, **columns)
     with pytest.raises(UserError, match="label_column"):
         opened("arrow", tmp_path)
     assert opened("arrow", tmp_path, label_column="labels").val.labels.tolist() == [1, 0]
@@ -120,14 +126,8 @@ def test_a_choice_of_columns(tmp_path):
 
 @pytest.mark.parametrize("cell", [None, {"bytes": None, "path": None}])
 def test_a_row_without_an_image(tmp_path, cell):
-    cells = {"image": [{"bytes": png(1), "path": None}, cell], "label": [0, 1]}
-    struct = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-    for part in ("train", "val"):
-        write_parquet(
-            tmp_path / f"{part}.parquet",
-            image=pa.array(cells["image"], type=struct),
-            label=cells["label"],
-        )
+    cells = pa.array([{"bytes": png(1), "path": None}, cell], type=CELL)
+    write_parts(tmp_path, image=cells, label=[0, 1])
     train = opened("arrow", tmp_path).train
     with pytest.raises(BadImage, match="no image"):
         train.read(1)
@@ -136,24 +136,17 @@ def test_a_row_without_an_image(tmp_path, cell):
 
 def test_a_row_that_names_a_file(tmp_path, image_file):
     path = str(image_file(tmp_path / "x.png"))
-    cells = pa.array(
-        [{"bytes": None, "path": path}],
-        type=pa.struct({"bytes": pa.binary(), "path": pa.string()}),
-    )
-    for images in (cells, [path]):
-        for part in ("train", "val"):
-            write_parquet(tmp_path / f"{part}.parquet", image=images, label=[0])
+    for images in (pa.array([{"bytes": None, "path": path}], type=CELL), [path]):
+        write_parts(tmp_path, image=images, label=[0])
         assert opened("arrow", tmp_path).train.read(0).size == (10, 12)
 
 
 def test_a_row_that_names_a_file_outside_of_the_folder(tmp_path, image_file, monkeypatch):
     image_file(tmp_path / "x.png")
     monkeypatch.chdir(tmp_path)
-    struct = pa.struct({"bytes": pa.binary(), "path": pa.string()})
     for name, path in (("whole", str(tmp_path / "x.png")), ("relative", "x.png")):
-        cells = pa.array([{"bytes": None, "path": path}], type=struct)
-        for part in ("train", "val"):
-            write_parquet(tmp_path / name / f"{part}.parquet", image=cells, label=[0])
+        cells = pa.array([{"bytes": None, "path": path}], type=CELL)
+        write_parts(tmp_path / name, image=cells, label=[0])
         with pytest.raises(BadImage, match="allow_outside"):
             opened("arrow", tmp_path / name).train.read(0)
         allowed = opened("arrow", tmp_path / name, allow_outside=True)
@@ -240,8 +233,7 @@ def test_a_part_without_rows_keeps_its_declared_classes(tmp_path):
 
 def test_booleans_and_integers_are_classes(tmp_path):
     for labels, numbered in (([False, True], False), ([0, 1], True)):
-        write_parquet(tmp_path / "train.parquet", image=["x.png"] * 2, label=labels)
-        write_parquet(tmp_path / "val.parquet", image=["x.png"] * 2, label=labels)
+        write_parts(tmp_path, image=["x.png"] * 2, label=labels)
         train = opened("arrow", tmp_path).train
         assert train.labels.tolist() == [0, 1] and train.numbered == numbered
     assert train.describe(0).endswith("train[0] (x.png)")

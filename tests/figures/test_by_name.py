@@ -8,6 +8,7 @@ import torch
 import yaml
 from PIL import Image
 
+from locality.analysis.recording import record
 from locality.analysis.runs import RecordedRun, group
 from locality.analysis.taps import capture
 from locality.checkpoints import Classifier, Preprocessing
@@ -22,25 +23,19 @@ SMALL = Preprocessing(img_size=8, mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(tmp_path_factory, tiny_config):
     """Both models, two seeds of one, and one distilled from the other."""
     root = tmp_path_factory.mktemp("runs")
-    short = {
-        "schedule.snapshot_every": 1.0,
-        "schedule.steps": 2,
-        "schedule.warmup": 0,
-        "engine.tensorboard": False,
-    }
-    short |= {"data.fraction": 0.05, "engine.batch_size": 16}
+    short = {"schedule__snapshot_every": 1.0, "data__fraction": 0.05}
     kinds = {
-        "convit": {},
-        "deit-0": {"model.name": "deit_nano"},
-        "deit-1": {"model.name": "deit_nano", "seed": 1},
-        "taught": {"model.name": "deit_nano", "objective.teacher": str(root / "convit")},
+        "convit": tiny_config(**short),
+        "deit-0": tiny_config("deit_nano", **short),
+        "deit-1": tiny_config("deit_nano", 1, **short),
+        "taught": tiny_config("deit_nano", objective__teacher=str(root / "convit"), **short),
     }
-    for name, changes in kinds.items():
-        config = replace(recipe("digits"), short | changes)
+    for name, config in kinds.items():
         train(config, root / name, quiet=True)
+        record(root / name, images=20, pictures=1)
     return root
 
 

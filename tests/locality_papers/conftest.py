@@ -23,3 +23,8 @@ def tiny_scale(tmp_path: Path) -> Scale:
         few_seeds=(0,),
         snapshots=3,
     )
+
+
+@pytest.fixture
+def one_seed(tiny_scale: Scale) -> Scale:
+    return dataclasses.replace(tiny_scale, seeds=(0,))

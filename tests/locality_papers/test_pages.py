@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import shutil
@@ -28,11 +27,10 @@ def test_the_pages_of_the_repository_are_made_from_the_records(tmp_path):
         assert (tmp_path / path).read_text() == (ROOT / path).read_text(), path
 
 
-def test_pages_are_made_from_records_alone(tiny_scale, tmp_path, here):
+def test_pages_are_made_from_records_alone(one_seed, tmp_path, here):
     out = tmp_path / "results"
-    scale = dataclasses.replace(tiny_scale, seeds=(0,))
     for name in ("convit/table-6", "convit/figure-6", "cvt/table-2"):
-        reproduce(name, scale, out, executor=here, quiet=True)
+        reproduce(name, one_seed, out, executor=here, quiet=True)
     (out / "digits" / "remarks.yaml").write_text("convit/table-6: One seed says nothing.\n")
     (tmp_path / "README.md").write_text("a\n<!-- findings -->\nold\n<!-- /findings -->\nb\n")
     write_all(tmp_path)

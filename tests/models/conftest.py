@@ -1,25 +1,15 @@
-"""Models with random tensors, and checks of compiled models."""
+"""Random images, and checks of compiled models."""
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
 
-@pytest.fixture(scope="session")
-def randomised():
-    """Randomise weights and running statistics, so that none is one or zero."""
-
-    @torch.no_grad()
-    def moved(model, seed=0):
-        generator = torch.Generator().manual_seed(seed)
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if name.endswith("running_var"):
-                tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
-            elif tensor.is_floating_point():
-                tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=0.1)
-        return model
-
-    return moved
+def images(model, batch=2, size=None):
+    """Random images for a model, by default of its own size."""
+    height, width = size or model.img_size
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(batch, model.in_chans, height, width, generator=generator)
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ import torch
 
 from locality.models import build
 
+from .conftest import images
+
 SMALL_CVT = {"embed_dim": (8, 16, 24), "num_heads": (1, 2, 3), "depth": (1, 1, 2), "img_size": 32}
 KINDS = {
     "convit_nano": {},
@@ -19,15 +21,9 @@ KINDS = {
 
 
 @pytest.fixture(params=KINDS)
-def model(request, randomised):
+def model(request, randomise):
     fields = {"num_classes": 10, "drop_path_rate": 0.0} | KINDS[request.param]
-    return randomised(build(request.param.partition(",")[0], **fields)).eval()
-
-
-def images(model, batch=2, size=None):
-    height, width = size or model.img_size
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(batch, model.in_chans, height, width, generator=generator)
+    return randomise(build(request.param.partition(",")[0], **fields))
 
 
 def assert_near(found, expected):

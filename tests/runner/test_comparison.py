@@ -7,9 +7,7 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from locality.analysis.runs import read_runs
 from locality.cli import main
@@ -32,15 +30,8 @@ MODELS = ("convit_nano", "timm/test_resnet")
 
 
 @pytest.fixture
-def photos(tmp_path):
-    rng = np.random.default_rng(0)
-    for label in ("light", "dark"):
-        (tmp_path / "photos" / label).mkdir(parents=True)
-        for index in range(12):
-            low = 128 * (label == "light")
-            pixels = rng.integers(low, low + 128, (40, 48, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(tmp_path / "photos" / label / f"{index}.png")
-    return tmp_path / "photos"
+def photos(tmp_path, class_folders):
+    return class_folders(tmp_path / "photos", {"light": 12, "dark": 12}, size=(40, 48))
 
 
 def asked(photos, **changes):
@@ -59,7 +50,7 @@ def test_models_differ_in_nothing_but_the_model(photos, tmp_path):
 def test_a_comparison_goes_on_with_its_own_images_alone(photos, tmp_path):
     begun = plan(asked(photos), tmp_path / "out", jobs=2)
     assert plan(asked(photos), tmp_path / "out", jobs=2) == begun
-    (photos / "dark" / "0.png").rename(photos / "dark" / "new.png")
+    (photos / "dark" / "000.png").rename(photos / "dark" / "new.png")
     with pytest.raises(UserError, match="have changed"):
         plan(asked(photos), tmp_path / "out", jobs=2)
 

@@ -7,9 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from locality.cli import main
 from locality.commands.train import read_run
@@ -24,6 +22,7 @@ from locality.training.model import settings_from_weights
 from locality.training.recipes import recipe as named_recipe
 from locality.training.resolved_run import ResolvedRun
 
+from ..conftest import write_classes
 from .conftest import tiny, train
 
 PER_MAC = 1e-11
@@ -46,13 +45,8 @@ def speed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 
 def photographs(root: Path, side: int = 80, per_class: int = 16, classes: int = 2) -> Path:
-    rng = np.random.default_rng(0)
-    for label in range(classes):
-        (root / f"class {label}").mkdir(parents=True)
-        for index in range(per_class):
-            pixels = rng.integers(0, 255, (side, side + 8, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(root / f"class {label}" / f"{index}.png")
-    return root
+    counts = {f"class {label}": per_class for label in range(classes)}
+    return write_classes(root, counts, size=(side, side + 8))
 
 
 def passes(planned: AutoFit) -> float:

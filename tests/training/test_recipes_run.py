@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from locality.checkpoints.run_state import load_best_state
 from locality.training import RECIPES, RunConfig, recipe, replace
@@ -26,18 +25,10 @@ CVT = {
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def images(tmp_path_factory, class_folders) -> Path:
     """An image folder: two classes, eight training and four validation images of each."""
-    root = tmp_path_factory.mktemp("images")
-    rng = np.random.default_rng(0)
-    for part, count in (("train", 8), ("val", 4)):
-        for label in ("cat", "dog"):
-            folder = root / part / label
-            folder.mkdir(parents=True)
-            for number in range(count):
-                pixels = rng.integers(0, 256, (40, 48, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / f"{number}.png")
-    return root
+    counts = {"train/cat": 8, "train/dog": 8, "val/cat": 4, "val/dog": 4}
+    return class_folders(tmp_path_factory.mktemp("images"), counts, size=(40, 48))
 
 
 def stand_in(config: RunConfig, images: Path) -> RunConfig:
