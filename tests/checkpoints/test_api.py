@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 
 import pytest
@@ -86,9 +85,7 @@ def test_any_layout_opens_without_being_told(held, suffix, tmp_path, assert_bitw
 
 
 WRAPPERS = ("module", "_orig_mod", "model", "net", "backbone", "student")
-WRAPPED = [f"{name}." for name in WRAPPERS]
-WRAPPED += [".".join(parts) + "." for parts in itertools.pairwise(WRAPPERS)]
-WRAPPED += ["module.model.net."]
+WRAPPED = [*(f"{name}." for name in WRAPPERS), "module._orig_mod.", "module.model.net."]
 
 
 def test_what_wrappers_put_before_names_is_taken_off(held, tmp_path, caplog):
@@ -150,14 +147,6 @@ def truncated(path, state):
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def empty(path, state):
-    path.write_bytes(b"")
-
-
-def text(path, state):
-    path.write_text("epoch 1: 0.5\n" * 100)
-
-
 def wrong_architecture(path, state):
     torch.save({"layer1.0.conv1.weight": torch.zeros(3, 3)}, path)
 
@@ -176,24 +165,16 @@ def not_finite(path, state):
     torch.save(state | {"blocks.3.mlp.fc1.weight": broken}, path)
 
 
-def other_width(path, state):
-    other = build("deit_micro")
-    torch.save(KEY_MAPS["deit"].from_native(other.state_dict(), other.config), path)
-
-
 def integers(path, state):
     torch.save(state | {"norm.weight": torch.ones(64, dtype=torch.int64)}, path)
 
 
 DAMAGE = [
     (truncated, "truncated"),
-    (empty, "empty"),
-    (text, "text"),
     (wrong_architecture, r"layer1\.0\.conv1"),
     (wrong_shape, r"norm\.weight is \(5,\)"),
     (missing_tensor, r"norm\.bias"),
     (not_finite, r"blocks\.3\.mlp\.fc1\.weight"),
-    (other_width, r"cls_token is \(1, 1, 144\)"),
     (integers, r"norm\.weight holds torch\.int64"),
 ]
 
@@ -363,14 +344,15 @@ def test_timms_state_dicts_open_with_the_preprocessing_of_their_variant(in_chans
         assert found.preprocessing.crop_pct == data["crop_pct"]
 
 
-@pytest.mark.parametrize("prefix", ["", "model.", "module."])
-def test_timm_models_whose_stem_has_several_names_or_none_open(prefix, tmp_path):
-    file = tmp_path / "weights.pth"
-    for name in ("mobileone_s0", "crossvit_tiny_240", "tresnet_m"):
-        state = timm.create_model(name, num_classes=4).state_dict()
-        torch.save({prefix + key: tensor for key, tensor in state.items()}, file)
-        config = read(file, f"timm/{name}").config
-        assert (config.num_classes, config.in_chans) == (4, 3)
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [("mobileone_s0", ""), ("crossvit_tiny_240", "model."), ("tresnet_m", "module.")],
+)
+def test_timm_models_whose_stem_has_several_names_or_none_open(name, prefix, tmp_path):
+    state = timm.create_model(name, num_classes=4).state_dict()
+    torch.save({prefix + key: tensor for key, tensor in state.items()}, tmp_path / "weights.pth")
+    config = read(tmp_path / "weights.pth", f"timm/{name}").config
+    assert (config.num_classes, config.in_chans) == (4, 3)
 
 
 @pytest.mark.parametrize(

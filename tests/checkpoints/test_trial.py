@@ -51,11 +51,6 @@ def after(model, *nodes):
     model.graph.node.extend(helper.make_node(*node[:3], **dict(node[3:])) for node in nodes)
 
 
-def branch(name):
-    value = helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
-    return helper.make_graph([helper.make_node("Identity", ["before"], [name])], name, [], [value])
-
-
 def loop(model):
     value = helper.make_tensor_value_info
     body = helper.make_graph(
@@ -69,12 +64,6 @@ def loop(model):
     )
     constants(model, count=np.int64(2**62), true=np.bool_(True))
     after(model, ("Loop", ["count", "true", "before"], ["logits"], ("body", body)))
-
-
-def condition(model):
-    constants(model, true=np.bool_(True))
-    branches = ("then_branch", branch("a")), ("else_branch", branch("b"))
-    after(model, ("If", ["true"], ["logits"], *branches))
 
 
 def function(model):
@@ -97,16 +86,6 @@ def expand(model):
         ("ReduceSum", ["before"], ["sum"], ("keepdims", 1)),
         ("Expand", ["sum", "shape"], ["large"]),
         ("ReduceSum", ["large"], ["logits"], ("keepdims", 1)),
-    )
-
-
-def filled(model):
-    constants(model, shape=np.array([10**5, 10**5], np.int64))
-    after(
-        model,
-        ("ConstantOfShape", ["shape"], ["large"]),
-        ("ReduceSum", ["large"], ["sum"], ("keepdims", 1)),
-        ("Add", ["before", "sum"], ["logits"]),
     )
 
 
@@ -160,11 +139,9 @@ def larger(model):
 
 TAMPERED = {
     "a loop": (loop, "control flow"),
-    "a condition": (condition, "control flow"),
     "a function": (function, "functions"),
     "weights elsewhere": (outside, "weights are external or sparse"),
     "an expansion of 4 TB": (expand, "a.onnx"),
-    "40 GB of zeros": (filled, "a.onnx"),
     "images of 80,000 pixels": (resize, "a.onnx"),
     "products for minutes": (products, "takes more than"),
     "one logit": (one_logit, r"shape \(1, 1\), not \(1, 10\)"),
@@ -183,7 +160,10 @@ def test_a_sound_graph_is_run(tmp_path):
     torch.testing.assert_close(opened.logits(images), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", TAMPERED)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=pytest.mark.slow if "minutes" in k else ()) for k in TAMPERED],
+)
 def test_a_graph_that_was_tampered_with_is_refused(kind, tmp_path):
     tamper, named = TAMPERED[kind]
     model = linear()

@@ -12,11 +12,9 @@ from PIL import Image
 import locality
 from locality.cli import main
 
-TRAINED = (
-    "train digits --schedule.steps 2 --schedule.warmup 0 --schedule.eval_every 2 --quiet "
-    "--engine.batch_size 8 --engine.tensorboard false --record "
-    "--schedule.snapshot_every 1 --output run"
-)
+from ..conftest import SHORT_WORDS
+
+TRAINED = ["train", "digits", "--record", "--schedule.snapshot_every=1", "--output", "run"]
 # Command line, and the file it writes.
 COMMANDS = {
     "report run --output {}": "out.html",
@@ -25,7 +23,6 @@ COMMANDS = {
     "predict photo.png --model saved --output {}": "out.csv",
     "eval run --predictions {}": "out.csv",
     "figure gates run --output {}": "out.png",
-    "figure gates run --output  {}": "out.svg",
 }
 # Outputs that are never replaced.
 WEIGHTS = {
@@ -40,7 +37,7 @@ def root(tmp_path_factory):
     """A folder with a run, a saved model and a photograph."""
     folder = tmp_path_factory.mktemp("outputs")
     os.chdir(folder)
-    assert main(TRAINED.split()) == 0
+    assert main([*TRAINED, *SHORT_WORDS]) == 0
     torch.manual_seed(0)
     locality.save(locality.create_model("convit_nano"), "saved")
     Image.effect_noise((8, 8), 50).convert("RGB").save("photo.png")
@@ -81,8 +78,10 @@ def test_what_is_not_ours_stays_unless_overwritten(command, name, root, place, c
         assert wrote(command, path) == 2
 
 
-@pytest.mark.parametrize(("command", "name"), (COMMANDS | WEIGHTS).items())
-def test_links_are_followed_and_pipes_written(command, name, place, capsys):
+# All are written by the same function.
+@pytest.mark.parametrize("command", [*list(COMMANDS)[::3], *list(WEIGHTS)[:1]])
+def test_links_are_followed_and_pipes_written(command, place, capsys):
+    name = (COMMANDS | WEIGHTS)[command]
     (place / name).symlink_to(place / name)
     assert wrote(command, place / name) == 2 and (place / name).is_symlink()
     (place / name).unlink()

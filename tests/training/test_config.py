@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-import typing
 from typing import Any, Literal
 
 import pytest
@@ -136,11 +134,3 @@ def test_the_learning_rate_scales_with_the_batch():
     assert optim.peak_lr(1024) == pytest.approx(1e-3)
     assert optim.peak_lr(512) == pytest.approx(5e-4)
     assert recipe("digits").optim.peak_lr(4096) == 6.2e-3
-
-
-def test_every_setting_is_described():
-    groups = typing.get_type_hints(RunConfig)
-    for group in (RunConfig, *(kind for kind in groups.values() if dataclasses.is_dataclass(kind))):
-        for field in dataclasses.fields(group):
-            if not dataclasses.is_dataclass(groups.get(field.name)):
-                assert re.search(rf"\b{field.name}\b", group.__doc__ or ""), (group, field.name)

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
-from pathlib import Path
-from types import ModuleType
 
+import faults
 import pytest
 import torch
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "faults.py"
-
-
-@pytest.fixture(scope="module")
-def faults() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("faults", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["faults"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.slow
@@ -31,7 +17,7 @@ def test_struck_runs_end_as_undisturbed_ones(processes, number, tmp_path):
     # In a separate process that has not initialised CUDA and can fork.
     words = ["--faults", str(number), "--processes", str(processes), "--keep", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *words], capture_output=True, text=True, timeout=300
+        [sys.executable, faults.__file__, *words], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
     outcome = json.loads(done.stdout)
@@ -39,7 +25,7 @@ def test_struck_runs_end_as_undisturbed_ones(processes, number, tmp_path):
     assert outcome["hangs"] == 0
 
 
-def test_a_difference_of_one_bit_is_found(faults):
+def test_a_difference_of_one_bit_is_found():
     state = {"a": [torch.ones(3)], "b": {"c": 1}}
     assert faults.first_difference(state, state, "state") == ""
     changed = {"a": [torch.ones(3)], "b": {"c": 1}}

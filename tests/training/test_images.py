@@ -6,12 +6,11 @@ import json
 import os
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from locality.checkpoints.run_state import load_best_state
 from locality.cli import main
@@ -21,15 +20,11 @@ from locality.training import RunConfig, dry_run, loop
 from locality.training import train as train_loudly
 from locality.training.loop import Loop
 
+from ..conftest import write_image
 from .conftest import assert_same_run, tiny, train, train_interrupted
 
 DAMAGED = b"\xff\xd8 no image"
-
-
-def write(path: Path, seed: int) -> None:
-    pixels = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(pixels).save(path)
+write = partial(write_image, size=(8, 8))
 
 
 @pytest.fixture
@@ -250,15 +245,14 @@ def test_a_batch_that_does_not_fit_into_memory_is_refused(batch_size, photos, tm
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("change", [overwritten, renamed, truncated])
-def test_a_finished_run_does_not_answer_for_other_images(change, photos, tmp_path):
+def test_a_finished_run_does_not_answer_for_other_images(photos, tmp_path):
     found = train(on(photos), tmp_path / "run")
-    assert train(on(photos), tmp_path / "run") == found
-    elsewhere = shutil.copytree(photos, tmp_path / "elsewhere")
-    assert train(on(elsewhere), tmp_path / "run") == found
-    change(photos)
-    with pytest.raises(UserError, match="other images"):
-        train(on(photos), tmp_path / "run")
+    for change in (overwritten, renamed, truncated):
+        elsewhere = shutil.copytree(photos, tmp_path / change.__name__)
+        assert train(on(elsewhere), tmp_path / "run") == found
+        change(elsewhere)
+        with pytest.raises(UserError, match="other images"):
+            train(on(elsewhere), tmp_path / "run")
 
 
 def test_a_finished_run_does_not_answer_for_other_rows(photos, tmp_path):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from locality.checkpoints.run_state import load_best_state
@@ -140,8 +141,6 @@ def test_a_skipped_update_changes_nothing_but_the_count(tmp_path, bad_loss):
     # The first update is skipped, so the second still sees the initial weights.
     bad_loss(set(range(8)))
     train(tiny(engine__max_bad_losses=8, schedule__snapshot_every=4), tmp_path / "run")
-    from safetensors.torch import load_file
-
     snapshots = sorted((tmp_path / "run" / "snapshots").iterdir())
     first, last = load_file(snapshots[0]), load_file(snapshots[-1])
     assert all(torch.equal(first[name], last[name]) for name in first)

@@ -61,17 +61,6 @@ def test_a_second_process_is_refused_at_once_with_who_holds_the_folder(tmp_path)
 
 
 @pytest.mark.slow
-def test_a_killed_process_leaves_the_folder_free(tmp_path):
-    with holder(tmp_path / "lock") as (process, worker):
-        process.kill()
-        process.wait()
-        os.kill(worker, signal.SIGKILL)
-        lock = FolderLock(tmp_path / "lock")
-        lock.acquire(timeout=5)
-        lock.release()
-
-
-@pytest.mark.slow
 def test_the_folder_is_taken_while_any_process_of_the_run_lives(tmp_path):
     with holder(tmp_path / "lock") as (process, _):
         process.kill()

@@ -10,7 +10,7 @@ import pytest
 
 from locality.checkpoints.run_state import load_best_state
 from locality.errors import UserError
-from locality.training import Interrupted, NonFiniteLoss, RunFolder, devices
+from locality.training import NonFiniteLoss, RunFolder, devices
 from locality.training.loop import Loop
 from locality.training.objective import Objective
 from locality.training.resolved_run import ResolvedRun
@@ -102,18 +102,10 @@ def test_torchrun_and_slurm_decide_how_many_processes_there_are(monkeypatch):
         assert devices.process_layout(engine, "cpu") == (8, 2)
 
 
-def test_a_run_of_two_processes_can_go_on_in_one(tmp_path, monkeypatch):
-    step = Loop.train_step
-
-    def struck(self: Loop, batches: Any) -> int:
-        if self.state.step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, batches)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Loop, "train_step", struck)
-        with pytest.raises(Interrupted):
-            train(tiny(**TWO), tmp_path / "run")
+def test_a_run_of_two_processes_can_go_on_in_one(tmp_path, stop_before):
+    stop_before(3)
+    train_interrupted(tiny(**TWO), tmp_path / "run")
+    stop_before(None)
     assert train(tiny(), tmp_path / "run")["steps"] == 8
     starts = RunFolder(tmp_path / "run").environment_file.read_text()
     assert starts.count('"step": 4') == 1

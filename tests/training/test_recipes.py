@@ -11,7 +11,7 @@ import torch
 from locality.errors import UserError
 from locality.models import build
 from locality.training import RECIPES, recipe
-from locality.training.optim import create_schedule, make_plan
+from locality.training.optim import make_plan
 from locality.training.recipes import adjusted, describe
 
 IMAGENET = 1_281_167
@@ -34,14 +34,6 @@ def test_the_deit_recipe_is_the_published_one():
     config = recipe("deit_300", model="convit_small")
     assert config.schedule.epochs == 300
     assert (config.schedule.warmup, config.schedule.cooldown) == (5, 0)
-    plan = make_plan(config, 102_400)
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.AdamW([parameter], lr=config.optim.peak_lr(1024))
-    schedule = create_schedule(optimizer, plan)
-    rates = [schedule._get_lr(step)[0] for step in (plan.steps // 2, plan.steps - 1)]
-    # Half-way down at half time; at the floor only at the end.
-    assert rates == pytest.approx([(1e-3 + 1e-5) / 2, 1e-5], rel=1e-3)
-    assert schedule._get_lr(290 * 100)[0] > 1.2e-5
     assert (config.schedule.warmup_lr, config.schedule.min_lr) == (1e-6, 1e-5)
     assert config.engine.batch_size == 1024
     assert config.optim.peak_lr(1024) == pytest.approx(5e-4 * 1024 / 512)

@@ -33,6 +33,21 @@ def run_in_pieces(config: RunConfig, folder: Path, stops: list[int], stop: Stop)
     train(config, folder)
 
 
+def assert_exact(config: RunConfig, folder: Path, stops: list[int], stop: Stop) -> None:
+    """A run stopped at these steps is the run that was not."""
+    train(config, folder / "whole")
+    run_in_pieces(config, folder / "run", stops, stop)
+    assert_same_run(folder / "run", folder / "whole")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed run of the default configuration."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train(tiny(), folder)
+    return folder
+
+
 # First and last step, and the one after an evaluation; slow tests cover the others.
 @pytest.mark.parametrize(
     "step",
@@ -47,8 +62,7 @@ def test_resuming_after_any_step_is_exact(step, tmp_path, tmp_path_factory, stop
     assert_same_run(tmp_path / "run", whole)
 
 
-@pytest.mark.parametrize("steps", [3, 21])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("steps", "workers"), [(3, 2), (21, 0)])
 def test_a_run_whose_length_changes_after_warm_up_is_one_that_always_had_it(
     steps: int, workers: int, tmp_path: Path, stop_before: Stop
 ) -> None:
@@ -78,28 +92,34 @@ SOME = (
     {"engine.precision": "bf16-mixed"},
     {"optim.name": "adamuon", "optim.position_lr_factor": 10},
 )
-COMBINATIONS = [
+DEIT = {"depth": 2, "embed_dim": 16, "drop_path_rate": 0.2}
+CVT = {
+    "stages": [
+        {"embed_dim": 8, "num_heads": 1, "depth": 1, "embed_kernel": 3, "embed_stride": 2},
+        {"embed_dim": 16, "num_heads": 2, "depth": 2, "kv_stride": 1, "drop_path_rate": 0.2},
+    ]
+}
+# Everything at once, with and without a worker, and other models.
+FAST = [
+    {"engine.accumulate": 1, "data.workers": 0, **SOME[-1]},
+    {"engine.accumulate": 1, "data.workers": 2, **EVERYTHING},
+    {"engine.accumulate": 4, "data.workers": 0, **EVERYTHING},
+    *(
+        {"model.name": name, "model.overrides": fields, "model.img_size": 8, **EVERYTHING}
+        for name, fields in (("deit_nano", DEIT), ("cvt_13", CVT))
+    ),
+]
+SLOW = [
     {"engine.accumulate": accumulate, "data.workers": 0, **random}
     for accumulate, random in itertools.product((1, 4), ({}, *SOME))
-] + [
-    {"engine.accumulate": accumulate, "data.workers": workers, **EVERYTHING}
-    for accumulate, workers in ((1, 2), (4, 0), (4, 2))
-]
-
-# Everything at once, with and without a worker.
-FAST = [*COMBINATIONS[-3:-1], {"engine.accumulate": 1, "data.workers": 0, **SOME[-1]}]
+] + [{"engine.accumulate": 4, "data.workers": 2, **EVERYTHING}]
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [pytest.param(c, marks=() if c in FAST else pytest.mark.slow) for c in COMBINATIONS],
-    ids=lambda changes: "-".join(map(str, changes.values())),
+    "changes", [*FAST, *(pytest.param(c, marks=pytest.mark.slow) for c in SLOW if c not in FAST)]
 )
 def test_resuming_is_exact_whatever_is_on(changes, tmp_path, stop_before):
-    config = replace(tiny(), changes)
-    train(config, tmp_path / "whole")
-    run_in_pieces(config, tmp_path / "run", [1, 5], stop_before)
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    assert_exact(replace(tiny(), changes), tmp_path, [1, 5], stop_before)
 
 
 @pytest.fixture
@@ -118,40 +138,15 @@ def half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("half_precision")
 def test_resuming_is_exact_in_half_precision(tmp_path, stop_before):
-    config = tiny(optim__clip_grad=1.0)
-    train(config, tmp_path / "whole")
-    run_in_pieces(config, tmp_path / "run", [1, 5], stop_before)
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    assert_exact(tiny(optim__clip_grad=1.0), tmp_path, [1, 5], stop_before)
     scaler = load_best_state(tmp_path / "run")["scaler"]
     assert scaler["scale"] < 2.0**19 and scaler["growth_interval"] == 2
-
-
-DEIT = {"depth": 2, "embed_dim": 16, "drop_path_rate": 0.2}
-CVT = {
-    "stages": [
-        {"embed_dim": 8, "num_heads": 1, "depth": 1, "embed_kernel": 3, "embed_stride": 2},
-        {"embed_dim": 16, "num_heads": 2, "depth": 2, "kv_stride": 1, "drop_path_rate": 0.2},
-    ]
-}
-
-
-@pytest.mark.parametrize(("model", "overrides"), [("deit_nano", DEIT), ("cvt_13", CVT)])
-def test_resuming_is_exact_for_other_models(model, overrides, tmp_path, stop_before):
-    config = replace(
-        tiny(),
-        EVERYTHING | {"model.name": model, "model.overrides": overrides, "model.img_size": 8},
-    )
-    train(config, tmp_path / "whole")
-    run_in_pieces(config, tmp_path / "run", [0, 4], stop_before)
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
 def test_resuming_is_exact_when_distilling(tmp_path, stop_before):
     train(tiny(schedule__steps=3), tmp_path / "teacher")
     config = tiny(objective__teacher=str(tmp_path / "teacher"), augment__mixup=0.8)
-    train(config, tmp_path / "whole")
-    run_in_pieces(config, tmp_path / "run", [3], stop_before)
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    assert_exact(config, tmp_path, [3], stop_before)
 
 
 def test_the_number_of_workers_may_change_between_resumes(tmp_path, stop_before):
@@ -165,9 +160,7 @@ def test_the_number_of_workers_may_change_between_resumes(tmp_path, stop_before)
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
-def test_an_evaluation_that_was_interrupted_is_made_up_for(tmp_path, stop_before, monkeypatch):
-    config = tiny()
-    train(config, tmp_path / "whole")
+def test_an_evaluation_that_was_interrupted_is_made_up_for(tmp_path, whole, monkeypatch):
     evaluate = Loop._evaluate
 
     def interrupted(self: Loop) -> dict[str, object]:
@@ -175,11 +168,11 @@ def test_an_evaluation_that_was_interrupted_is_made_up_for(tmp_path, stop_before
         return evaluate(self)
 
     monkeypatch.setattr(Loop, "_evaluate", interrupted)
-    caught = train_interrupted(config, tmp_path / "run")
+    caught = train_interrupted(tiny(), tmp_path / "run")
     assert (caught.step, caught.exit_code) == (3, 130)
     monkeypatch.setattr(Loop, "_evaluate", evaluate)
-    train(config, tmp_path / "run")
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    train(tiny(), tmp_path / "run")
+    assert_same_run(tmp_path / "run", whole)
 
 
 @pytest.mark.parametrize(
@@ -196,9 +189,8 @@ def test_an_evaluation_that_was_interrupted_is_made_up_for(tmp_path, stop_before
     ids=["deleted", "changed", "emptied", "replaced", "grown", "damaged"],
 )
 def test_the_rows_of_metrics_are_those_of_the_checkpoint(
-    change, notes, tmp_path, stop_before, capsys
+    change, notes, tmp_path, whole, stop_before, capsys
 ):
-    train(tiny(), tmp_path / "whole")
     stop_before(4)
     train_interrupted(tiny(), tmp_path / "run")
     metrics = tmp_path / "run" / "metrics.csv"
@@ -210,7 +202,7 @@ def test_the_rows_of_metrics_are_those_of_the_checkpoint(
     stop_before(None)
     training.train(tiny(), tmp_path / "run")
     assert capsys.readouterr().err.count("metrics.csv") == notes
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    assert_same_run(tmp_path / "run", whole)
 
 
 def test_a_configuration_that_is_not_the_checkpoints_is_refused(tmp_path, stop_before):

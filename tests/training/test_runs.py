@@ -6,19 +6,24 @@ import csv
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from locality.checkpoints import save
 from locality.checkpoints.registry import is_run_folder
-from locality.checkpoints.run_state import load_best_state
+from locality.checkpoints.run_state import (
+    load_best_state,
+)
 from locality.errors import UserError
 from locality.settings import from_yaml
-from locality.training import RunFolder, evaluate_run, initial_model, load_run, replace
+from locality.training import RunFolder, evaluate_run, initial_model, load_run
 from locality.training import train as train_run
 from locality.training.config import check_folder
 from locality.training.devices import resolve_accelerator
-from locality.training.model import build_model
+from locality.training.model import build_model, initialize_model
 from locality.training.recorder import Recorder
 from locality.training.resolved_run import ResolvedRun
 from locality.training.state import TrainState
@@ -75,8 +80,6 @@ def test_a_loaded_run_is_as_good_as_it_was(finished):
 
 
 def test_the_last_snapshot_is_what_is_loaded(finished):
-    from safetensors.torch import load_file
-
     names = sorted(path.name for path in (finished / "snapshots").iterdir())
     assert names == [f"step-{step:08d}.safetensors" for step in (0, 4, 8)]
     weights = load_file(finished / "snapshots" / names[-1])
@@ -87,8 +90,6 @@ def test_the_last_snapshot_is_what_is_loaded(finished):
 
 
 def test_the_average_starts_from_the_first_update_and_weighs_the_second(tmp_path):
-    from safetensors.torch import load_file
-
     lengths = {"schedule__steps": 2, "schedule__warmup": 0, "schedule__snapshot_every": 1}
     train(tiny(engine__ema_decay=0.75, **lengths), tmp_path)
     first = load_file(tmp_path / "snapshots" / "step-00000001.safetensors")
@@ -108,23 +109,9 @@ def test_parameters_that_no_gradient_reaches_are_named_at_the_first_step(tmp_pat
 
 
 def test_initial_weights_come_back(finished):
-    from safetensors.torch import load_file
-
     weights = load_file(finished / "snapshots" / "step-00000000.safetensors")
     for name, value in initial_model(finished).state_dict().items():
         assert torch.equal(value, weights[name])
-
-
-def test_another_configuration_is_refused_with_what_differs(finished):
-    config = replace(RunFolder(finished).read_config(), {"optim.lr": 0.1, "schedule.warmup": 3})
-    with pytest.raises(UserError, match=r"optim\.lr: 0.0062.*schedule\.warmup: 2"):
-        train(config, finished)
-    assert (
-        train(
-            replace(config, {"optim.lr": 0.0062, "schedule.warmup": 2, "data.workers": 3}), finished
-        )["steps"]
-        == 8
-    )
 
 
 def test_a_folder_of_other_things_is_refused_and_left_alone(tmp_path):
@@ -135,29 +122,10 @@ def test_a_folder_of_other_things_is_refused_and_left_alone(tmp_path):
 
 
 def test_a_disk_without_space_is_refused_before_training(tmp_path, monkeypatch):
-    from collections import namedtuple
-
-    from locality.training import run_folder
-
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 1000, 1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(UserError, match="MB"):
         train(tiny(), tmp_path / "run")
     assert not (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
-
-
-def test_changed_data_is_refused(tmp_path, stop_before):
-    from .conftest import train_interrupted
-
-    stop_before(2)  # type: ignore[operator]
-    train_interrupted(tiny(), tmp_path / "run")
-    stop_before(None)  # type: ignore[operator]
-    file = tmp_path / "run" / "checkpoints" / "last.ckpt"
-    from locality.checkpoints.run_state import pack, read_checkpoint, write_checkpoint
-
-    write_checkpoint(file, pack(read_checkpoint(file) | {"data": "another"}))
-    with pytest.raises(UserError, match="other images"):
-        train(tiny(), tmp_path / "run")
 
 
 def test_what_is_no_run_folder_is_refused(tmp_path):
@@ -182,9 +150,6 @@ def test_a_run_starts_from_another_runs_weights(finished, tmp_path):
 
 
 def test_a_run_starts_from_a_file_of_weights(tmp_path):
-    from locality.checkpoints import save
-    from locality.training.model import initialize_model
-
     donor = build_model(tiny(seed=7), 10)
     save(donor, tmp_path / "weights")
     for path in (tmp_path / "weights", tmp_path / "weights" / "model.safetensors"):
@@ -195,8 +160,6 @@ def test_a_run_starts_from_a_file_of_weights(tmp_path):
 
 
 def test_a_resumed_run_no_longer_needs_the_weights_it_started_from(tmp_path, stop_before):
-    from locality.checkpoints import save
-
     save(build_model(tiny(seed=7), 10), tmp_path / "weights")
     config = tiny(model__weights=str(tmp_path / "weights"))
     stop_before(4)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import scale
 
 from locality.training import replace
 from locality.training.recipes import deit_300
@@ -14,23 +13,14 @@ from locality.training.recipes import deit_300
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def scale() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("scale", ROOT / "benchmarks" / "scale.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.slow
-def test_the_tables_of_the_page_are_computed(scale):
+def test_the_tables_of_the_page_are_computed():
     page = (ROOT / "docs" / "scale.md").read_text()
     for table in scale.tables():
         assert table in page
 
 
-def test_the_time_of_a_step_is_near_the_recorded_one(scale):
+def test_the_time_of_a_step_is_near_the_recorded_one():
     # DeiTs use the fraction of peak of plain ViTs of other widths.
     step = scale.plan(deit_300("deit_small")).step_seconds
     seconds = 1024 / 8 / scale.measured("deit_small")["images_per_second"]
@@ -38,7 +28,7 @@ def test_the_time_of_a_step_is_near_the_recorded_one(scale):
 
 
 @pytest.mark.parametrize("model", ["convit_tiny", "convit_small"])
-def test_the_activations_are_near_the_recorded_memory_of_a_step(scale, model):
+def test_the_activations_are_near_the_recorded_memory_of_a_step(model):
     run = scale.plan(replace(deit_300(model), {"engine.batch_size": 64 * scale.GPUS})).run
     assert run.micro_batch == 64
     measured = scale.measured(model)["peak_memory_mb"] * 2**20

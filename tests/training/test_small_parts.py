@@ -21,7 +21,7 @@ from locality.training.loop import seed_pass
 from locality.training.model import initialize_model, settings_from_weights
 from locality.training.recipes import adjusted
 from locality.training.recorder import ProgressBar, Recorder
-from locality.training.resolved_run import ResolvedRun
+from locality.training.resolved_run import ResolvedRun, saved_activations
 from locality.training.run_folder import RunFolder
 from locality.training.state import TrainState
 
@@ -181,27 +181,10 @@ def test_a_dry_run_counts_gradients_and_cores_of_many_processes():
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16-mixed"])
 def test_counted_activations_are_those_of_a_real_pass(mode):
-    config = replace(recipe("digits"), {"engine.precision": mode})
-    resolved = ResolvedRun(config)
+    run = ResolvedRun(replace(recipe("digits"), {"engine.precision": mode}))
     model = build("convit_nano", num_classes=10).train()
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
-        return tensor
-
-    images, labels = torch.randn(64, 3, 8, 8), torch.zeros(64, dtype=torch.int64)
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        torch.autocast("cpu", torch.bfloat16, enabled=mode != "fp32"),
-    ):
-        loss = torch.nn.functional.cross_entropy(model(images).float(), labels)
-    assert loss.requires_grad
-    real = sum(size for size, _ in kept.values())
-    assert resolved.activation_bytes == pytest.approx(real, rel=0.02)
+    real = saved_activations(model, torch.randn(64, 3, 8, 8), run.autocast)
+    assert run.activation_bytes == pytest.approx(real, rel=0.02)
 
 
 def test_gradient_checkpointing_keeps_fewer_activations():
