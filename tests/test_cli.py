@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-import yaml
 
 import locality
 from locality.cli import COMMANDS, main, usage
@@ -109,11 +108,6 @@ def test_no_command_shows_the_help_and_version_the_version(capsys):
     assert usage() in capsys.readouterr().out
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"locality {locality.__version__}\n"
-
-
-def test_options_may_have_dashes_and_values_keep_theirs(capsys):
-    assert main(["train", "digits", "--print-config", "--model.weights=my-run"]) == 0
-    assert yaml.safe_load(capsys.readouterr().out)["model"]["weights"] == "my-run"
 
 
 def test_models_as_table_and_json(capsys):

@@ -82,7 +82,6 @@ HOSTILE = [
     ("POST", "/", bytes(50_000_000), 405, "POST an image"),
     ("POST", "/predict", b"", 422, "the file is empty"),
     ("POST", "/predict", b"/etc/passwd", 422, "not an image"),
-    ("POST", "/predict", form(b"x"), 422, "not an image"),
     ("POST", "/predict", form(b"x"), 422, "not an image", FORM),
     ("POST", "/predict", form(), 422, "0 files", FORM),
     ("POST", "/predict", form(photo(), filename=""), 422, "0 files", FORM),
@@ -95,7 +94,6 @@ HOSTILE = [
     ("POST", "/predict", photo(), 403, "http://evil.example", {"Origin": "http://evil.example"}),
     ("POST", "/attention", photo(), 403, "a page of null", {"Origin": "null"}),
     ("POST", "/predict", photo(), 403, "a page of http://[", {"Origin": "http://["}),
-    ("POST", "/predict", json.dumps({"path": "/etc/passwd"}).encode(), 422, "not an image"),
     ("POST", "/predict", b"<svg xmlns='http://www.w3.org/2000/svg'/>", 422, "not an image"),
     ("POST", "/predict", b"%!PS-Adobe-3.0 EPSF-3.0\n", 422, "not an image"),
     ("POST", "/predict", photo()[:200], 422, "damaged"),
@@ -405,16 +403,6 @@ class TestDecoding:
             assert (await decoder(photo((4000, 3000), "WEBP", method=0))).image.size == (32, 32)
             with pytest.raises(BadImage, match="takes more than 420 MB"):
                 await decoder(photo((7000, 7000), "WEBP", method=0))
-
-        run_alone(ask)
-
-    def test_memory_is_lent(self, monkeypatch):
-        monkeypatch.setattr(decoding, "LANES", (decoding.Lane(50_000_000, 30_000_000, 1),))
-
-        async def ask():
-            decoder = decoding.Decoder(Preprocessing(32), "RGB")
-            with pytest.raises(BadImage, match="takes more than 30 MB"):
-                await decoder(photo((5000, 5000)))
             assert (await decoder(photo())).image.size == (32, 32)
 
         run_alone(ask)

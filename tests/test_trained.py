@@ -71,7 +71,7 @@ def test_it_classifies_files_folders_lists_arrays_and_tensors(images, run):
         run.predict(np.zeros((2, 3, 4, 5, 6)))
 
 
-def test_files_are_decoded_as_the_run_was(images, tmp_path):
+def test_files_are_decoded_as_the_run_was(images, tmp_path, capsys):
     options = BY_KEYWORD | {"data__exif": True, "output": tmp_path / "run", "quiet": True}
     picture = Image.open(next(images.rglob("*.png"))).convert("RGB")
     exif = picture.getexif()
@@ -80,6 +80,9 @@ def test_files_are_decoded_as_the_run_was(images, tmp_path):
     run = locality.fit(images, "convit_nano", **options)
     found, turned = run.predict(tmp_path / "held.png"), picture.rotate(180)
     assert found.classes == run.predict(turned).classes != run.predict(picture).classes
+    words = ["predict", str(tmp_path / "held.png"), "--model", str(run.folder), "--json"]
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)[0]["classes"] == pytest.approx(found.classes)
 
 
 def test_it_answers_as_the_commands_do(images, run, capsys):

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from locality.analysis import measures
-from locality.layers.conv_init import attention_centres, kernel_offsets
-from locality.layers.position import positional_attention
+from locality.layers.conv_init import attention_centres
 from locality.models import build
 
 GRIDS = [(14, 14), (7, 11), (1, 5)]
@@ -49,29 +48,6 @@ def test_one_hot_attention_looks_as_far_as_its_offset(grid):
             attention[0, 0, row * width + column, to_row * width + to_column] = 1
             expected += math.hypot(to_row - row, to_column - column) / n
     assert measures.nonlocality(attention, grid).item() == pytest.approx(expected, abs=1e-9)
-
-
-def test_convolutional_initialisation_at_strength_two():
-    # exp(−α‖δ − Δ‖²), normalised over the grid, summed by hand.
-    grid, strength = (14, 14), 2.0
-    offsets = kernel_offsets(3).double()
-    attention = positional_attention(attention_centres(offsets, strength), grid)
-    measured = measures.nonlocality(attention, grid)
-    for head, (down, right) in enumerate(offsets.tolist()):
-        total = 0.0
-        for i1 in range(14):
-            for i2 in range(14):
-                weights = [
-                    (
-                        math.exp(-strength * ((j1 - i1 - down) ** 2 + (j2 - i2 - right) ** 2)),
-                        math.hypot(j1 - i1, j2 - i2),
-                    )
-                    for j1 in range(14)
-                    for j2 in range(14)
-                ]
-                mass = math.fsum(weight for weight, _ in weights)
-                total += math.fsum(weight * away for weight, away in weights) / mass
-        assert measured[head].item() == pytest.approx(total / 196, abs=1e-9)
 
 
 def test_class_token_is_left_out_and_rows_renormalised():

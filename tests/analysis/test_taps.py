@@ -11,7 +11,6 @@ from locality.models import build
 
 TIMM = {
     "vit_tiny_patch16_224": {},
-    "deit_tiny_patch16_224": {},
     "vit_wee_patch16_reg1_gap_256.sbb_in1k": {},
     "convit_tiny": {"local_up_to_layer": 2},
 }

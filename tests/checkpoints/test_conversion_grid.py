@@ -159,8 +159,11 @@ def transformers(state: dict[str, Tensor], images: Tensor, config: CvTConfig) ->
 
 
 def microsoft(state: dict[str, Tensor], images: Tensor, config: CvTConfig) -> Tensor:
-    """Reference for Microsoft's code, which has settings per stage, not per block."""
-    x = images
+    """Reference for Microsoft's code, which has settings per stage, not per block.
+
+    Fails if it lacks a tensor, or does not use one.
+    """
+    state, x = _Used(state), images
     for s, stage in enumerate(config.stages):
         layer = _Layers(state, f"stage{s}.")
         width, heads = stage.embed_dim, stage.num_heads
@@ -191,7 +194,21 @@ def microsoft(state: dict[str, Tensor], images: Tensor, config: CvTConfig) -> Te
         x = tokens[:, int(first) :].mT.unflatten(2, grid)
     final = _Layers(state, "")
     features = final.norm("norm", tokens[:, :1] if first else tokens).mean(1)
-    return final.linear("head", features) if config.num_classes else features
+    logits = final.linear("head", features) if config.num_classes else features
+    assert {name for name in state if "num_batches" not in name} == state.names
+    return logits
+
+
+class _Used(dict[str, Tensor]):
+    """A state dict that remembers which tensors it was asked for."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        super().__init__(state)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.names.add(name)
+        return super().__getitem__(name)
 
 
 class _Layers:
@@ -207,7 +224,8 @@ class _Layers:
         return F.layer_norm(x, x.shape[-1:], self[f"{name}.weight"], self[f"{name}.bias"], 1e-5)
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        return F.linear(x, self[f"{name}.weight"], self.state.get(f"{self.prefix}{name}.bias"))
+        biased = f"{self.prefix}{name}.bias" in self.state
+        return F.linear(x, self[f"{name}.weight"], self[f"{name}.bias"] if biased else None)
 
     def project(self, part: str, image: Tensor, stage: Any) -> Tensor:
         kernel = stage.projection_kernel

@@ -38,9 +38,6 @@ MISTAKES = [
     ("train --model.img_size 9", "9×9"),
     ("train --model.weights nope.pth", "nope.pth"),
     ("train --model.weights runs/photo", "runs/photos"),
-    ("train --engine.precision fp8", "fp32"),
-    ("train --engine.batch_size 0", "batch_size is"),
-    ("train --model.img_size big", "model.img_size is"),
     ("train --model.depth", "--model.depth"),
     ("train --model.depth x", "model.depth is 'x'"),
     ("train --augment.scale [a,1]", "item 1"),
@@ -49,8 +46,6 @@ MISTAKES = [
     ("train --model.locality_strength -2", "-2"),
     ("train --model cvt_nano --model.gating_init 1", "cvt_nano"),
     ("train --optim.lr fast", "optim.lr is"),
-    ("train --optim.lr -1", "optim.lr is"),
-    ("train --fraction 0", "fraction is 0"),
     ("train --data digit", "digits"),
     ("train --data folder", "data.root"),
     ("train --data folder --data.root nowhere", "nowhere"),
@@ -90,7 +85,6 @@ MISTAKES = [
     ("eval photos", "model.safetensors"),
     ("eval runs/photos --data imagenet", "data.root"),
     ("eval runs/photos --fraction 0.1", "--data.fraction"),
-    ("eval runs/photos --data.fraction 0.1", "--data.fraction"),
     ("report nowhere", "nowhere"),
     ("report photos", "photos"),
     ("explore nope.pth --images photos", "nope.pth"),
@@ -112,16 +106,13 @@ MISTAKES = [
     ("benchmark convit_nano --against tim", "timm"),
     ("benchmark convit_nano --output nowhere/x.json", "nowhere"),
     ("data chek photos", "check"),
-    ("data check photos --workers 0", "workers is"),
     ("recipes deit_3000", "deit_300"),
     ("models --famly cvt", "--family"),
     ("models --family convt", "convit"),
     ("models convit_tinny", "convit_tiny"),
-    ("demo --seeds 0", "seeds is 0"),
     ("reproduce", "--list"),
     ("reproduce convit/tabel-2", "convit/table-2"),
     ("reproduce cvt/table-2 --scale imagnet", "imagenet"),
-    ("reproduce all --threads 0", "threads is"),
 ]
 
 # Modes of a command, and the options refused there; all others have an effect.
@@ -275,11 +266,13 @@ def parser_of(command, monkeypatch):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_has_a_text(command, monkeypatch):
     for action in parser_of(command, monkeypatch)._actions:
-        assert action.help, action.dest
+        assert action.help.partition(" (")[0], action.dest  # more than its default
 
 
 @pytest.mark.slow
 def test_every_option_acts_or_is_refused(ask, monkeypatch):
+    # `search` imports torch first; its settings are those of `train`, like finetune's.
+    assert {way.split()[0] for way in WAYS} == set(COMMANDS) - {"search", "finetune"}
     asked, expected = [], []
     for way, refused in WAYS.items():
         words = way.split()
@@ -312,13 +305,3 @@ def test_an_option_may_be_written_with_dashes(command, monkeypatch):
         assert heard.pop() == [*options, *value]
     main([command, *(f"--{option[2:].replace('_', '-')}=a-b_c" for option in options)])
     assert heard.pop() == [f"{option}=a-b_c" for option in options]
-
-
-def test_every_option_of_every_command_has_a_value_to_be_tried_with(monkeypatch):
-    # `search` imports torch first; its settings are those of `train`, like finetune's.
-    commands = {way.split()[0] for way in WAYS}
-    assert commands == set(COMMANDS) - {"search", "finetune"}
-    for command in commands:
-        options = parser_of(command, monkeypatch).options.items()
-        needed = {flag[2:] for flag, each in options if "." not in flag and each.nargs != 0}
-        assert not needed - NOT_TRIED - VALUES.keys(), command

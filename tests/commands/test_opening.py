@@ -13,6 +13,8 @@ from locality.cli import main
 from locality.errors import UserError
 from locality.models import build
 
+from ..conftest import SHORT_WORDS
+
 DIGITS = ["--data.dataset", "digits", "--data.workers", "0"]
 QUICK = "--img_size 32 --rounds 1 --batch_size 2"
 # Arguments: model, image, output folder.
@@ -37,11 +39,7 @@ COMMANDS = {
 def given(tmp_path_factory):
     """A small ConViT in every form, by path."""
     root = tmp_path_factory.mktemp("given")
-    words = (
-        "--schedule.steps 4 --schedule.warmup 0 --engine.batch_size 8 --engine.tensorboard false"
-    )
-    words += " --model convit_nano --data.workers 0 --quiet"
-    assert main(["train", "digits", "--output", str(root / "run"), *words.split()]) == 0
+    assert main(["train", "digits", "--output", str(root / "run"), *SHORT_WORDS]) == 0
     model = load(root / "run")
     save(model, root / "saved")
     state = KEY_MAPS["convit"].from_native(model.state_dict(), model.config)

@@ -8,8 +8,7 @@ import unicodedata
 import numpy as np
 import pytest
 
-from locality.data import BadImage, DataConfig, check, open_data, train_loader
-from locality.data.config import AugmentConfig, Preprocessing
+from locality.data import BadImage, DataConfig, check, open_data
 from locality.data.folder import image_files, list_folder, part_of
 from locality.errors import UserError
 
@@ -271,19 +270,3 @@ def test_names_that_are_not_text(tmp_path, image_file):
     (source,) = (list_folder(tmp_path).source(["a"], DataConfig().decoding),)
     assert len(source) == 3
     assert all(source.read(index).mode == "RGB" for index in range(3))
-
-
-def test_training_skips_and_names_a_truncated_file(train_val):
-    broken = train_val / "train" / "bee" / "003.png"
-    broken.write_bytes(broken.read_bytes()[:60])
-    loader = train_loader(
-        folder(train_val).train,
-        AugmentConfig(),
-        Preprocessing(8),
-        batch_size=6,
-        seed=0,
-        stop_step=3,
-    )
-    assert sum(len(batch) for batch in loader) == 18
-    assert list(loader.skipped) == [str(broken)]
-    assert "damaged" in loader.skipped[str(broken)]
