@@ -16,16 +16,14 @@ from locality.cli import main
 from locality.errors import UserError
 from locality.models import build
 
+NARROW = {"embed_dim": (64, 64, 128), "num_heads": (1, 1, 2), "num_classes": 10}
 # The smallest model per format that its weights identify (transformers has only one activation).
 MODELS = {
     "locality": ("convit_nano", {}),
     "convit": ("convit_nano", {}),
     "deit": ("deit_nano", {"num_heads": 1}),
-    "cvt-microsoft": ("cvt_13", {"depth": (1, 1, 1), "num_classes": 10}),
-    "cvt-transformers": (
-        "cvt_13",
-        {"depth": (1, 2, 3), "num_classes": 10, "activation": "gelu"},
-    ),
+    "cvt-microsoft": ("cvt_13", NARROW | {"depth": (1, 1, 1)}),
+    "cvt-transformers": ("cvt_13", NARROW | {"depth": (1, 2, 3), "activation": "gelu"}),
 }
 
 
