@@ -155,7 +155,7 @@ def test_a_missing_package_is_named_with_the_line_that_installs_it(tmp_path, mon
 @pytest.mark.slow
 def test_a_graph_that_computes_something_else_is_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr(exporting, "TOLERANCE", 0.0)
-    with pytest.raises(UserError, match="logits differ from the model's"):
+    with pytest.raises(UserError, match="logits differ"):
         export(build("deit_nano", depth=1), tmp_path / "a.onnx")
     assert not list(tmp_path.iterdir())
 

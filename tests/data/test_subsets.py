@@ -70,7 +70,7 @@ def test_sorted_takes_the_first_of_each_class_as_the_released_code_does(fraction
     "choose", [lambda f: balanced_fraction(LABELS, f, 0), lambda f: sorted_fraction(LABELS, f)]
 )
 def test_a_fraction_that_empties_a_class_is_refused(choose):
-    with pytest.raises(UserError, match=r"fraction of 0.01 leaves . classes .*class 0 has 40"):
+    with pytest.raises(UserError, match=r"0\.01 .*class 0 has 40"):
         choose(0.01)
 
 
@@ -170,7 +170,7 @@ def test_the_validation_images_do_not_depend_on_the_runs_seed_or_fraction():
 
 
 def test_a_fraction_too_small_for_digits():
-    with pytest.raises(UserError, match="leaves 10 classes without images"):
+    with pytest.raises(UserError, match="10 classes"):
         open_data(DataConfig(fraction=0.001), seed=0)
 
 

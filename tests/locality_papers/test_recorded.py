@@ -43,7 +43,7 @@ def test_recorded_runs_give_a_clone_the_same_table(tiny_scale, tmp_path, here):
         with pytest.raises(UserError, match=r"tiny\.runs\.jsonl\.gz"):
             import_runs(file, clone.root)
     file.write_bytes(gzip.compress(b'{"run": "../other", "files": {}}'))
-    with pytest.raises(UserError, match=r"'\.\./other', which is not the name of a folder"):
+    with pytest.raises(UserError, match=r"'\.\./other'"):
         import_runs(file, clone.root)
 
 

@@ -119,7 +119,7 @@ def measured_while_training(run):
 def test_unfinished_runs_are_named_and_left_out(make_run, tmp_path):
     runs = [make_run("convit_nano"), make_run("deit_nano", finished=False)]
     text = text_of(build_report(runs, tmp_path / "r.html").read_text())
-    assert "unfinished: deit_nano-1-0" in text and "A training run on" in text
+    assert "unfinished: deit_nano-1-0" in text
 
 
 def test_folders_are_searched_and_a_teacher_among_the_runs_is_passed_over(twin_runs, tmp_path):

