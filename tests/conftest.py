@@ -26,9 +26,10 @@ settings.register_profile("repeatable", derandomize=True, database=None, deadlin
 settings.load_profile("repeatable")
 
 TINY = {
+    "data.val_fraction": 0.05,
     "schedule.steps": 3,
     "schedule.warmup": 1,
-    "schedule.eval_every": 1.0,
+    "schedule.eval_every": 3.0,
     "schedule.save_every": 1.0,
     "engine.batch_size": 8,
     "engine.tensorboard": False,

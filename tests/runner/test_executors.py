@@ -101,8 +101,8 @@ def test_evaluations_take_time_too(tmp_path, tiny_config):
     often, once = (
         Run("", tiny_config(schedule__eval_every=every), tmp_path / str(every)) for every in (1, 3)
     )
-    # 24 training images, and 451 evaluated at a third of the cost, three times and once.
-    expected = (24 + 3 * 451 / 3) / (24 + 451 / 3)
+    # 24 training images, and 90 evaluated at a third of the cost, three times and once.
+    expected = (24 + 3 * 90 / 3) / (24 + 90 / 3)
     assert run_cost(often).seconds / run_cost(once).seconds == pytest.approx(expected)
 
 

@@ -25,6 +25,7 @@ TINY_MODEL = {
 }
 SHORT = {
     "data.fraction": 0.1,
+    "data.val_fraction": 0.05,
     "engine.batch_size": 16,
     "schedule.steps": 8,
     "schedule.warmup": 2,
