@@ -146,7 +146,7 @@ def test_a_damaged_training_image_is_replaced_and_named(
     result = train_loudly(on(photos), tmp_path / "run")
     assert result["steps"] == 8
     assert "train/cat/7.bmp" in (tmp_path / "run" / "skipped.csv").read_text()
-    assert "1 training images" in capsys.readouterr().err
+    assert "skipped.csv" in capsys.readouterr().err
 
 
 # -- images that changed before resuming -----------------------------------------------------------
