@@ -255,8 +255,7 @@ class KeyMap:
         return override_config(found, settings)
 
     def _with_interface(self, state: State, like: Any, img_size: Any) -> Any:
-        """`like`, with the classes, channels and image size (`img_size`, if given) of the
-        weights."""
+        """`like`, with classes, channels and image size (`img_size`, if given) of the weights."""
         heads = [state.get(self.rename(f"{name}.weight"), ()) for name in like.classifiers]
         ends: dict[str, Any] = {"num_classes": max(map(len, heads), default=like.num_classes)}
         stem = self.rename(f"{like.stem}.weight")

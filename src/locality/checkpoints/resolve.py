@@ -214,8 +214,7 @@ def _unwrap(state: State, path: Path, model: Any) -> dict[str, Tensor]:
     """The tensors of the only model in a state dict, without a wrapper's prefix.
 
     Prefixes are those of wrappers (`module.`, `_orig_mod.`, `model.`, any attribute of a Lightning
-    module), found before the name of the first layer's weight (of a timm
-    model, the first tensor).
+    module), found before the name of the first layer's weight (of a timm model, the first tensor).
 
     Args:
         state: the state dict.

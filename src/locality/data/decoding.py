@@ -37,8 +37,9 @@ from locality.errors import UserError
 
 # Formats, recognised by content, not by file name. Of the others that Pillow reads, some run
 # programs (EPS), or are not photographs.
-_BLOCK_BYTES = 1 << 20
 _FORMATS = ("JPEG", "MPO", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM", "JPEG2000", "AVIF", "HEIF")
+# Of a compressed image inflated at once.
+_BLOCK_BYTES = 1 << 20
 # Larger than the largest accepted image, uncompressed.
 MAX_FILE_BYTES = 400_000_000
 # The seven passes of an interlaced PNG: first column and row, column and row step.

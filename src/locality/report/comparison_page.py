@@ -266,8 +266,8 @@ def _classes(candidates: Sequence[Candidate]) -> list[tuple[str, int, tuple[floa
     first = candidates[0].predictions[0]
     accuracies = zip(*(each.per_class() for each in candidates), strict=True)
     rows = [
-        (name, row["images"], parts)
-        for name, row, parts in zip(first.classes, first.per_class(), accuracies, strict=True)
+        (row["name"], row["images"], parts)
+        for row, parts in zip(first.per_class(), accuracies, strict=True)
         if row["images"]
     ]
     return sorted(rows, key=lambda row: fmean(part or 0.0 for part in row[2]))[:_MAX_CLASSES]

@@ -129,14 +129,18 @@ def fit(
     length = {"schedule.steps": steps, "schedule.warmup": begun or steps // 10}
     length |= {"schedule.eval_every": every}
     # Patience keeps the best weights; fine-tuning large models also stops early.
-    early = name == "finetune" and not _small(config)
-    length |= {"schedule.patience": 3 * every if early else steps}
+    length |= {"schedule.patience": 3 * every if _tunes_large(name, config) else steps}
     took = cost.seconds((steps - begun) * batch, evaluations)
     return adjusted(name, length | dict(changes)), took
 
 
+def _tunes_large(name: str, config: RunConfig) -> bool:
+    """Whether weights of a large model are fine-tuned; small ones train as from scratch."""
+    return name == "finetune" and not _small(config)
+
+
 def _most_images(name: str, config: RunConfig, cost: Cost) -> int:
-    if name == "finetune" and not _small(config):
+    if _tunes_large(name, config):
         return _MAX_EPOCHS_FINETUNED * cost.train
     return max(_MAX_EPOCHS * cost.train, _MAX_IMAGES)
 
@@ -213,9 +217,9 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
 
     def at(size: Mapping[str, Any]) -> dict[str, Any]:
         changes = dict(size) | dict(given)
-        small = _small(adjusted(name, changes))
-        batch = batch_size(images, small=small)
-        return {"engine.batch_size": batch} | (mixed if tuned and not small else {}) | changes
+        sized = adjusted(name, changes)
+        batch = batch_size(images, small=_small(sized))
+        return {"engine.batch_size": batch} | (mixed if _tunes_large(name, sized) else {}) | changes
 
     def measure(size: Mapping[str, Any]) -> tuple[dict[str, Any], Cost | None]:
         return (at(size), None) if minutes is None else _measured_fastest(name, at(size), splits)

@@ -182,8 +182,8 @@ def measure_cost(run: ResolvedRun, images_per_second: float | None = None) -> Co
         stop_step=1 + _LOADING_BATCHES,
     )
     with arithmetic_threads(1):  # as in workers; on busy cores several wait for each other
-        first = _loading_times(loader)
-        loading = statistics.median(_loading_times(loader)[: len(first)])
+        first = _loading_times(loader, _LOADING_BATCHES)
+        loading = statistics.median(_loading_times(loader, len(first)))
     return Cost(
         *run.counts,
         loading,
@@ -194,12 +194,12 @@ def measure_cost(run: ResolvedRun, images_per_second: float | None = None) -> Co
     )
 
 
-def _loading_times(loader: BatchLoader) -> list[float]:
-    """Seconds per image of each batch after the first."""
+def _loading_times(loader: BatchLoader, most: int) -> list[float]:
+    """Seconds per image of up to `most` batches after the first."""
     times: list[float] = []
     batches = iter(loader)
     next(batches)
-    while len(times) < _LOADING_BATCHES and sum(times) * _LOADING_IMAGES < _LOADING_SECONDS:
+    while len(times) < most and sum(times) * _LOADING_IMAGES < _LOADING_SECONDS:
         started = time.perf_counter()
         next(batches)
         times.append((time.perf_counter() - started) / _LOADING_IMAGES)

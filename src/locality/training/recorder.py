@@ -52,11 +52,9 @@ def restore_metrics(folder: RunFolder, checkpoint: Mapping[str, Any]) -> list[st
     file, text = folder.metrics_file, csv_text([METRICS]) + checkpoint["metrics"]
     same = file.exists() and file.read_text(errors="replace").startswith(text)
     write_atomic(file, text)
-    return (
-        []
-        if same
-        else [f"{file} was changed or is missing: its rows are restored from the checkpoint"]
-    )
+    if same:
+        return []
+    return [f"{file} was changed or is missing: its rows are restored from the checkpoint"]
 
 
 class NoRecorder:
