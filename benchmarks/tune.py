@@ -4,6 +4,7 @@
     python benchmarks/tune.py --images digits-half --output half.csv
     python benchmarks/tune.py --images photographs --trials 1 2 3 --output photographs.csv
     python benchmarks/tune.py --models timm/test_resnet timm/cct_2 --output peers.csv
+                                                               (CCT needs vit-pytorch)
 
 A trial draws its settings from its number and trains each model once, on images that nothing else
 uses: 70 digits of a quarter (`data.part` (0, 0.25)), evaluated on 381; half of that quarter; or 500
@@ -56,6 +57,8 @@ OWN: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("digits", "timm/test_resnet"): {"model.img_size": 32},
     ("digits-half", "timm/test_resnet"): {"model.img_size": 32},
+    ("digits", "timm/cct_2"): {"model.img_size": 32, "model.overrides": {"pixels": 32}},
+    ("digits-half", "timm/cct_2"): {"model.img_size": 32, "model.overrides": {"pixels": 32}},
     ("photographs", "timm/test_resnet"): {"model.patch_size": None},
     ("photographs", "timm/cct_2"): {"model.patch_size": None},
 }
@@ -86,6 +89,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", help="seeds, instead of the default one")
     parser.add_argument("--set", nargs="+", default=[], help="NAME=VALUE, instead of the trial's")
     options = parser.parse_args()
+    if "timm/cct_2" in options.models:
+        import cct  # noqa: F401 (registers it)
     recipe, fixed, usual_seed = IMAGES[options.images]
     given = {name: json.loads(value) for name, value in (each.split("=") for each in options.set)}
     columns = ["model", "trial", "seed", *(draw(0) | given), "top1", "seconds"]
