@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from locality.layers import conv_init as C
 from locality.layers import position as P
-from locality.layers.grid import Window
 
 
 @st.composite
@@ -98,7 +97,7 @@ def test_even_kernels_have_half_integer_centres():
         assert C.kernel_offsets(kernel).mean(dim=0).abs().max() == 0
 
 
-# Fused: an attention over row and column scores
+# The dot-product form
 
 
 GRIDS = [(1, 1), (1, 6), (2, 2), (14, 14), (16, 9), (24, 24), (32, 20)]
@@ -112,26 +111,28 @@ def heads_of_all_kinds(strength):
     return torch.cat((centred, moved))
 
 
-def attend_fused(v_pos, grid, values):
-    scores = P.axis_scores(v_pos[None].float(), grid)
-    queries, keys = P.Fused.of(scores, values.shape[-1], values.dtype)
-    return P.Fused(queries, keys[0]).attend(values)
+def attend_by_products(v_pos, grid, values):
+    queries, keys = P.dot_product_form(P.axis_scores(v_pos.float(), grid), values.dtype)
+    batch, heads = values.shape[:2]
+    return P.attend_widely(
+        queries.expand(batch, heads, -1, -1), keys.expand(batch, -1, -1, -1), values
+    )
 
 
 @pytest.mark.parametrize("strength", [0.001, 0.1, 1.0, 9.7, 37.7, 100.0])
 @pytest.mark.parametrize("grid", GRIDS)
-def test_fused_equals_dense(grid, strength):
+def test_the_dot_product_form_equals_dense(grid, strength):
     """To 1e-5 in single precision; in half, to the rounding of the map itself."""
     v_pos = heads_of_all_kinds(strength)
     dense = P.positional_scores(v_pos.double(), grid).softmax(dim=-1)
     generator = torch.Generator().manual_seed(0)
     values = torch.randn((2, len(v_pos), len(dense[0]), 48), generator=generator)
-    single = attend_fused(v_pos, grid, values)
+    single = attend_by_products(v_pos, grid, values)
     assert (single - dense @ values.double()).abs().max() <= 1e-5
     for dtype, bar in ((torch.bfloat16, 3e-3), (torch.float16, 4e-4)):
         rough = values.to(dtype)
         exact = dense @ rough.double()
-        error = (attend_fused(v_pos, grid, rough).double() - exact).square().mean().sqrt()
+        error = (attend_by_products(v_pos, grid, rough).double() - exact).square().mean().sqrt()
         rounded = (dense.to(dtype).double() @ rough.double()).to(dtype) - exact
         assert error <= bar * exact.square().mean().sqrt()
         assert error <= 1.5 * rounded.square().mean().sqrt()
@@ -139,7 +140,7 @@ def test_fused_equals_dense(grid, strength):
 
 @pytest.mark.parametrize("grid", [(5, 7), (14, 14)])
 @pytest.mark.parametrize("strength", [0.1, 1.0, 2.5])
-def test_fused_has_the_gradients_of_dense(grid, strength):
+def test_the_dot_product_form_has_the_gradients_of_dense(grid, strength):
     """Gradients of v_pos and values, in single precision and in bf16.
 
     v_pos's gradient sums rounding errors over all pairs. Without full-precision softmaxes per axis
@@ -163,26 +164,13 @@ def test_fused_has_the_gradients_of_dense(grid, strength):
         return [((a - b).norm() / b.norm()).item() for a, b in pairs]
 
     exact = gradients(dense)
-    assert max(errors(gradients(attend_fused))) <= 1e-5
-    of_v_pos, of_values = errors(gradients(attend_fused, torch.bfloat16))
+    assert max(errors(gradients(attend_by_products))) <= 1e-5
+    of_v_pos, of_values = errors(gradients(attend_by_products, torch.bfloat16))
     assert of_v_pos <= 1e-2 and of_values <= 5e-3
 
 
 def test_half_precision_has_no_infinities():
     """Scores of 10⁵ and more stay within fp16, where e⁻¹⁰⁰⁰ is zero as well."""
-    queries, keys = P.Fused.of(
-        P.axis_scores(torch.tensor([[-1e4, 3e5, 0.0]]), (9, 9)), 0, torch.half
-    )
+    scores = P.axis_scores(torch.tensor([[-1e4, 3e5, 0.0]]), (9, 9))
+    queries, keys = P.dot_product_form(scores, torch.half)
     assert keys.isfinite().all() and keys.shape[-1] == queries.shape[-1] == 24
-
-
-def test_the_choice_is_by_grid_device_and_format():
-    def chosen(side, device="cuda", dtype=torch.bfloat16, window=P.ALL_QUERIES):
-        return P.prefers_fused((side, side), window, torch.device(device), dtype)
-
-    assert chosen(14) and chosen(14, dtype=torch.float32) and chosen(32)
-    assert not chosen(33)
-    assert not chosen(24, dtype=torch.float32)
-    assert not chosen(14, dtype=torch.float64)
-    assert not chosen(14, device="cpu")
-    assert not chosen(14, window=Window(kernel=3, stride=2))

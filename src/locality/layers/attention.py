@@ -30,15 +30,14 @@ from locality.layers.cpu import Linear, attend, linear
 from locality.layers.grid import Grid, Window, check_heads
 from locality.layers.position import (
     ALL_QUERIES,
-    Fused,
-    Scores,
     Separable,
     attend_widely,
     axis_scores,
     check_grid,
+    dot_product_form,
+    in_full,
     positional_attention,
     positional_scores,
-    prefers_fused,
 )
 
 
@@ -220,7 +219,7 @@ class PositionalSelfAttention(BasePositionalAttention):
         check_grid(x, grid)
         q, k, v = self._queries_keys_values(x)
         # QKᵀ/√d + v_pos·r = [q|φ]·[k|ψ]ᵀ: one SDPA call.
-        queries, keys = Fused.of(stacked_scores([self.v_pos], grid), 0, v.dtype)
+        queries, keys = dot_product_form(axis_scores(in_full(self.v_pos), grid), v.dtype)
         q = torch.cat((q / math.sqrt(self.head_dim), queries.expand(*q.shape[:2], -1, -1)), dim=-1)
         k = torch.cat((k, keys.expand(k.shape[0], -1, -1, -1)), dim=-1)
         return self._project(attend_widely(q, k, v))
@@ -277,8 +276,7 @@ class GatedPositionalSelfAttention(BasePositionalAttention):
         check_grid(x, grid)
         q, k, v = self._queries_keys_values(x)
         if part is None:
-            scores = stacked_scores([self.v_pos], grid, self.window)
-            (part,) = positional_parts(scores, [self.gating], grid, v, self.value_dim, self.window)
+            (part,) = positional_parts([self.v_pos], [self.gating], grid, v, self.window)
         content = attend(self._select_queries(q, grid), k, v)  # softmax(QKᵀ/√d) V
         position = part.position.attend(v)  # softmax(v_pos·r) V
         return self._project(gated_sum(content, position, part.gate))
@@ -437,39 +435,27 @@ class PositionalPart(NamedTuple):
     """Token-independent terms of GPSA: σ(λ), (h, 1, 1), and positional attention."""
 
     gate: Tensor
-    position: Separable | Fused
-
-
-def stacked_scores(v_pos: Sequence[Tensor], grid: Grid, window: Window = ALL_QUERIES) -> Scores:
-    """`axis_scores` of several layers' v_pos, (h, 3) each, in fp32 at least: (layers, h, …)."""
-    stacked = torch.stack(list(v_pos))
-    stacked = stacked.to(torch.promote_types(stacked.dtype, torch.float32))
-    return axis_scores(stacked, grid, window)
+    position: Separable
 
 
 def positional_parts(
-    scores: Scores,
+    v_pos: Sequence[Tensor],
     gating: Sequence[Tensor],
     grid: Grid,
     x: Tensor,
-    width: int,
     window: Window = ALL_QUERIES,
 ) -> list[PositionalPart]:
     """The parts of several layers, in as many kernels as for one.
 
     Args:
-        scores: `stacked_scores` of the layers.
-        gating: λ of each layer, (h,).
+        v_pos, gating: v_pos, (h, 3), and λ, (h,), of each layer.
         grid: grid of the tokens.
         x: any tensor with the layers' device and dtype.
-        width: width of a head's values.
         window: window of all the layers.
     """
+    scores = axis_scores(in_full(torch.stack(list(v_pos))), grid, window)
     gates = torch.stack(list(gating)).sigmoid().to(x.dtype)[:, :, None, None]
-    if prefers_fused(grid, window, x.device, x.dtype):
-        queries, keys = Fused.of(scores, width, x.dtype)
-        positions: list[Separable | Fused] = [Fused(queries, of_layer) for of_layer in keys]
-    else:
-        factors = Separable.of(scores, grid, window, x.dtype)
-        positions = [Separable(*pair) for pair in zip(*factors, strict=True)]
-    return [PositionalPart(*pair) for pair in zip(gates, positions, strict=True)]
+    factors = zip(*Separable.of(scores, grid, window, x.dtype), strict=True)
+    return [
+        PositionalPart(gate, Separable(*pair)) for gate, pair in zip(gates, factors, strict=True)
+    ]

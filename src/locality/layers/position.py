@@ -1,4 +1,4 @@
-"""Relative positions of patches, and positional attention in two forms that need no N×N matrix.
+"""Relative positions of patches, and positional attention without an N×N matrix.
 
 Shapes:  h heads · H×W token grid, rows first · N = H·W tokens, row-major · d head width
 
@@ -8,14 +8,11 @@ term in δ₁ and a term in δ₂,
 
     v · r_δ = (v₀ δ₁² + v₁ δ₁) + (v₀ δ₂² + v₂ δ₂) = s(q₁, k₁) + t(q₂, k₂),
 
-for any v, and can be computed in two ways:
-
-    `Separable`  softmax(v·r) is the outer product of a softmax over rows and one over columns:
-                 two small matrix products, O(N·(H+W)), in a dozen kernels.
-    `Fused`      v·r = φ(q)·ψ(k), where φ(q) is one at indices q₁ and H + q₂ and zero elsewhere, and
-                 ψ(k) = (s(·, k₁), t(·, k₂)): ordinary attention, O(N²), in one kernel.
-
-`prefers_fused` chooses. The N×N matrix is only computed for inspection (`positional_attention`).
+for any v. So softmax(v·r) is the outer product of a softmax over rows and one over columns
+(`Separable`): two small matrix products, O(N·(H+W)). And v·r = φ(q)·ψ(k), where φ(q) is one at
+indices q₁ and H + q₂ and zero elsewhere, and ψ(k) = (s(·, k₁), t(·, k₂)) (`dot_product_form`),
+which adds position to the scores of ordinary attention. The N×N matrix is only computed for
+inspection (`positional_attention`).
 """
 
 from __future__ import annotations
@@ -31,13 +28,6 @@ from locality.layers.grid import Grid, Window
 ALL_QUERIES = Window()
 Scores = tuple[Tensor, Tensor]
 
-# `Fused` is faster on these devices, up to this many tokens by dtype. Estimated on an H100, where a
-# small kernel takes 5 to 10 µs and attention at the limit as long as the kernels it replaces. On a
-# CPU, where the arithmetic dominates, `Separable` is always faster.
-FUSED_DEVICES = {"cuda"}
-_MOST_TOKENS = {torch.bfloat16: 1024, torch.float16: 1024, torch.float32: 256}
-# Attention kernels support head widths of 64 or 128.
-_MOST_PLACES = 64
 # e^−1000 is zero, and −1000 finite, in every dtype.
 _LEAST_SCORE = -1000.0
 
@@ -65,6 +55,11 @@ def positional_scores(v_pos: Tensor, grid: Grid) -> Tensor:
     """The scores v_pos · r_ij before any softmax: (h, 3) → (h, N, N). Quadratic in N."""
     encodings = relative_encodings(grid, v_pos.dtype).to(v_pos.device)
     return torch.einsum("hp,qkp->hqk", v_pos, encodings)
+
+
+def in_full(v_pos: Tensor) -> Tensor:
+    """v_pos in fp32 at least: scores of distant pairs are large."""
+    return v_pos.to(torch.promote_types(v_pos.dtype, torch.float32))
 
 
 def axis_scores(v_pos: Tensor, grid: Grid, window: Window = ALL_QUERIES) -> Scores:
@@ -122,40 +117,27 @@ class Separable(NamedTuple):
         return v.view(heads, down * right, batch, width).permute(2, 0, 1, 3)
 
 
-class Fused(NamedTuple):
-    """Positional attention as queries φ (N, w) and keys ψ (h, N, w), w ≥ H + W, for any batch."""
+def dot_product_form(scores: Scores, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Queries φ (N, w) and keys ψ (h, N, w), w ≥ H + W, with φ·ψ = v·r less a term per query.
 
-    queries: Tensor
-    keys: Tensor
-
-    @classmethod
-    def of(cls, scores: Scores, width: int, dtype: torch.dtype) -> Fused:
-        """φ and ψ for any number of layers; w is at least `width` and H + W.
-
-        The softmax of each axis is taken here in full precision: its backward pass removes the
-        half-precision error common to all scores of a query. Scores are relative to each query's
-        largest, so that those that matter are small and lose little precision.
-        """
-        height, breadth = (score.shape[-1] for score in scores)
-        width = max(width, -(-(height + breadth) // 8) * 8)  # fast kernels want a multiple of 8
-        rows, columns = (score.log_softmax(dim=-1).transpose(-1, -2) for score in scores)
-        shape = (*rows.shape[:-2], height, breadth)
-        parts = (
-            rows[..., :, None, :].expand(*shape, -1),
-            columns[..., None, :, :].expand(*shape, -1),
-            rows.new_zeros(()).expand(*shape, width - height - breadth),
-        )
-        keys = torch.cat(parts, dim=-1).flatten(-3, -2)
-        keys = keys - keys.detach().amax(dim=-2, keepdim=True)
-        places = torch.eye(height + breadth, width, dtype=dtype, device=rows.device)
-        queries = places[:height, None] + places[None, height:]
-        return cls(queries.flatten(0, 1), keys.clamp(min=_LEAST_SCORE).to(dtype))
-
-    def attend(self, values: Tensor) -> Tensor:
-        """softmax(v_pos·r) V: (B, h, N, d) → (B, h, N, d)."""
-        queries = self.queries.expand(*values.shape[:2], -1, -1)
-        keys = self.keys.expand(values.shape[0], -1, -1, -1)
-        return attend_widely(queries, keys, values)
+    The softmax of each axis is taken here in full precision: its backward pass removes the
+    half-precision error common to all scores of a query. Scores are relative to each query's
+    largest, so that those that matter are small and lose little precision.
+    """
+    height, breadth = (score.shape[-1] for score in scores)
+    width = -(-(height + breadth) // 8) * 8  # fast kernels want a multiple of 8
+    rows, columns = (score.log_softmax(dim=-1).transpose(-1, -2) for score in scores)
+    shape = (*rows.shape[:-2], height, breadth)
+    parts = (
+        rows[..., :, None, :].expand(*shape, -1),
+        columns[..., None, :, :].expand(*shape, -1),
+        rows.new_zeros(()).expand(*shape, width - height - breadth),
+    )
+    keys = torch.cat(parts, dim=-1).flatten(-3, -2)
+    keys = keys - keys.detach().amax(dim=-2, keepdim=True)
+    places = torch.eye(height + breadth, width, dtype=dtype, device=rows.device)
+    queries = places[:height, None] + places[None, height:]
+    return queries.flatten(0, 1), keys.clamp(min=_LEAST_SCORE).to(dtype)
 
 
 def attend_widely(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -167,16 +149,6 @@ def attend_widely(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     if queries.shape[-1] > width:
         values = F.pad(values, (0, queries.shape[-1] - width))
     return F.scaled_dot_product_attention(queries, keys, values, scale=1.0)[..., :width]
-
-
-def prefers_fused(grid: Grid, window: Window, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether to compute positional attention as `Fused` rather than `Separable`."""
-    return (
-        device.type in FUSED_DEVICES
-        and window == ALL_QUERIES
-        and sum(grid) <= _MOST_PLACES
-        and grid[0] * grid[1] <= _MOST_TOKENS.get(dtype, 0)
-    )
 
 
 def positional_factors(v_pos: Tensor, grid: Grid, window: Window = ALL_QUERIES) -> Separable:

@@ -79,9 +79,8 @@ class ImageClassifier(nn.Module):
     def fuse(self) -> Self:
         """A faster copy for evaluation, with the same logits up to rounding.
 
-        Precomputes the positional scores of a ConViT on its native grid; folds a CvT's BatchNorm
-        into the convolutions and QuickGELU's slope into the linear layers. The copy cannot train;
-        load weights before fusing.
+        Folds a CvT's BatchNorm into the convolutions and QuickGELU's slope into the linear layers;
+        other models have nothing to fuse. The copy cannot train; load weights before fusing.
         """
         fused = copy.deepcopy(self).eval().requires_grad_(False)
         if not self.fused:
@@ -95,7 +94,7 @@ class ImageClassifier(nn.Module):
         return False
 
     def _fuse(self) -> None:
-        """Precompute token-independent terms, in place."""
+        """Fuse in place."""
 
     def train(self, mode: bool = True) -> Self:
         """Set training or evaluation mode.

@@ -8,7 +8,7 @@ Shapes:  B batch · N = H·W patches · C embed_dim · (H, W) token grid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,10 +21,9 @@ from locality.layers import (
     PositionalSelfAttention,
     SelfAttention,
 )
-from locality.layers.attention import PositionalPart, positional_parts, stacked_scores
+from locality.layers.attention import PositionalPart, positional_parts
 from locality.layers.conv_init import kernel_size
 from locality.layers.grid import Grid
-from locality.layers.position import Scores
 from locality.models import base
 from locality.models.base import ImageClassifier, RunBlock
 from locality.models.config import ViTConfig
@@ -53,26 +52,13 @@ POSITIONAL: dict[str, Callable[[ViTConfig], nn.Module]] = {
 }
 
 
-@torch.fx.wrap
-def _positional_parts(
-    v_pos: Sequence[Tensor],
-    gating: Sequence[Tensor],
-    grid: Grid,
-    x: Tensor,
-    width: int,
-    kept: tuple[Grid, Scores] | None,
-) -> list[PositionalPart]:
-    """The parts of several layers; `kept` is a grid and the precomputed scores on it."""
-    scores = kept[1] if kept and kept[0] == grid else stacked_scores(v_pos, grid)
-    return positional_parts(scores, gating, grid, x, width)
+torch.fx.wrap("positional_parts")
 
 
 class VisionTransformer(ImageClassifier):
     """DeiT or ConViT (ConViT Table 1)."""
 
     config: ViTConfig
-    row_scores: Tensor
-    column_scores: Tensor
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__(config, config.embed_dim)
@@ -131,34 +117,14 @@ class VisionTransformer(ImageClassifier):
 
     def _positional_parts(self, x: Tensor, grid: Grid) -> dict[int, dict[str, PositionalPart]]:
         """Extra arguments of the gated blocks for tokens (B, N, C), by block index."""
-        layers = self._gated_layers()
-        if not layers:
+        attentions = ((index, block.attn) for index, block in enumerate(self.blocks))
+        gated = {i: a for i, a in attentions if isinstance(a, GatedPositionalSelfAttention)}
+        if not gated:
             return {}
-        v_pos = [layer.v_pos for layer in layers.values()]
-        gating = [layer.gating for layer in layers.values()]
-        width = next(iter(layers.values())).value_dim
-        kept = None
-        if self.fused:  # layers may have been pruned after fusing
-            rows, columns = self.row_scores[: len(layers)], self.column_scores[: len(layers)]
-            kept = self.config.native_grids[0], (rows, columns)
-        parts = _positional_parts(v_pos, gating, grid, x, width, kept)
-        return {index: {"part": parts[place]} for place, index in enumerate(layers)}
-
-    def _gated_layers(self) -> dict[int, GatedPositionalSelfAttention]:
-        """The gated layers by block index."""
-        layers = ((index, block.attn) for index, block in enumerate(self.blocks))
-        return {i: a for i, a in layers if isinstance(a, GatedPositionalSelfAttention)}
-
-    @property
-    def fuses(self) -> bool:
-        """Whether `fuse` changes anything, that is, whether the model has gated layers."""
-        return bool(self._gated_layers())
-
-    def _fuse(self) -> None:
-        if layers := self._gated_layers():
-            scores = stacked_scores([a.v_pos for a in layers.values()], self.config.native_grids[0])
-            for name, score in zip(("row_scores", "column_scores"), scores, strict=True):
-                self.register_buffer(name, score, persistent=False)
+        v_pos = [layer.v_pos for layer in gated.values()]
+        gating = [layer.gating for layer in gated.values()]
+        parts = positional_parts(v_pos, gating, grid, x)
+        return {index: {"part": parts[place]} for place, index in enumerate(gated)}
 
     def _feature_blocks(self) -> list[nn.Module]:
         return list(self.blocks)
