@@ -74,8 +74,7 @@ def read_described(folder: Path, content: Mapping[str, Any]) -> Checkpoint | Non
         content: content of its config.json.
 
     Returns:
-        a checkpoint without weights, whose `key_map` is "timm" for a timm model; None if the file
-        was written by neither.
+        a checkpoint without weights; None if the file was written by neither.
 
     Raises:
         UserError: if the model is not supported, or the file is invalid.
@@ -110,10 +109,8 @@ def _timm(content: Mapping[str, Any]) -> Checkpoint:
         config = TimmConfig.named(name).with_overrides(**args)
     labels = content.get("label_names") or data.get("label_names")
     classes = class_names(labels, config.num_classes)
-    title, key_map = None, "convit" if getattr(config, "gpsa_layers", 0) else "deit"
-    if isinstance(config, TimmConfig):
-        title, key_map = PREFIX + name, "timm"
-    return Checkpoint(config, {}, title, timm_preprocessing(data), classes, key_map)
+    title = PREFIX + name if isinstance(config, TimmConfig) else None
+    return Checkpoint(config, {}, title, timm_preprocessing(data), classes)
 
 
 def timm_preprocessing(data: Mapping[str, Any]) -> Preprocessing | None:
@@ -183,7 +180,7 @@ def _transformers(folder: Path, content: Mapping[str, Any]) -> Checkpoint:
         activation="gelu",
     )
     classes = class_names(labels, len(labels))
-    return Checkpoint(config, {}, None, prepared, classes, "cvt-transformers")
+    return Checkpoint(config, {}, None, prepared, classes)
 
 
 def _preprocessor(path: Path) -> Preprocessing | None:

@@ -22,7 +22,6 @@ from locality.errors import UserError, some
 from locality.models.config import CvTConfig, ViTConfig, token_grid
 from locality.models.factory import build
 from locality.models.variants import VARIANTS
-from locality.settings import from_dict, to_dict
 
 State = Mapping[str, Tensor]
 
@@ -252,7 +251,7 @@ class KeyMap:
                 check_config_class(family, like)
         found = self.infer(state, settings) if like is None else like
         found = self._with_interface(state, found, settings.get("img_size"))
-        return override_config(found, settings)
+        return found.with_overrides(**settings)
 
     def _with_interface(self, state: State, like: Any, img_size: Any) -> Any:
         """`like`, with classes, channels and image size (`img_size`, if given) of the weights."""
@@ -312,16 +311,6 @@ def format_settings(settings: Mapping[str, Any]) -> str:
     """Settings and their values in the syntax of `--set`."""
     shown = {name: json.dumps(value, separators=(",", ":")) for name, value in settings.items()}
     return ", ".join(f"{name}={value}" for name, value in shown.items()).replace('"', "")
-
-
-def override_config(config: Any, settings: Mapping[str, Any]) -> Any:
-    """`config` with some fields changed, each converted to its type.
-
-    Raises:
-        UserError: for an unknown field (suggesting the nearest) or an invalid value.
-    """
-    # Values from the command line may have any type.
-    return from_dict(type(config), to_dict(config.with_overrides(**settings)), "architecture")
 
 
 def check_config_class(expected: Any, like: Any) -> None:

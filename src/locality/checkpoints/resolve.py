@@ -19,14 +19,9 @@ from huggingface_hub.errors import RemoteEntryNotFoundError
 from torch import Tensor
 
 from locality.checkpoints.beside import PREPROCESSOR, read_described, timm_preprocessing
-from locality.checkpoints.foreign import KEY_MAPS, STEMS, TIMM, detect_key_map
+from locality.checkpoints.foreign import STEMS, TIMM, detect_key_map
 from locality.checkpoints.format import CARD, CONFIG, WRAPPER, Checkpoint
-from locality.checkpoints.key_map import (
-    State,
-    format_settings,
-    meta_state_dict,
-    override_config,
-)
+from locality.checkpoints.key_map import State, format_settings, meta_state_dict
 from locality.checkpoints.registry import (
     FORMAT,
     HUB_FILES,
@@ -34,12 +29,12 @@ from locality.checkpoints.registry import (
     WEIGHT_SUFFIXES,
     WEIGHTS,
     Source,
-    check_no_entry,
     detect_kind,
     read_class_names,
     read_result,
     read_run_settings,
     source,
+    weight_file,
 )
 from locality.checkpoints.run_state import load_best_state
 from locality.checkpoints.safe_load import read_state, several_entries
@@ -97,7 +92,7 @@ def read(
         found = _from_hub(name, like, settings)
     if settings:
         with prefix_errors(what):
-            config = override_config(found.config, settings)
+            config = found.config.with_overrides(**settings)
             found = replace(found, config=config, name=identify(config)[0])
     if variant is None:
         return found
@@ -139,17 +134,12 @@ def _from_weights(
         alone: ignore a config.json in the folder.
     """
     if path.is_dir():
-        files = [file for name in WEIGHT_FILES if (file := path / name).exists()]
-        if not files:
-            raise FileNotFoundError(f"{path} has no {WEIGHTS}; it holds no weights")
-        path = files[0]
+        path = weight_file(path)
     description, described = path.with_name(CONFIG), None
     content: Any = None
     if path.name in WEIGHT_FILES and description.exists() and not alone:
         content = read_json(description)
     own = content is not None and content.get("format") == FORMAT
-    if own and path.name == WEIGHTS:
-        check_no_entry(path, entry)
     if content is not None and not own:
         with prefix_errors(description), wrap_errors("it is damaged", Exception):
             described = read_described(path.parent, content)
@@ -157,8 +147,6 @@ def _from_weights(
             _log.warning(f"{description} is ignored: it is not of locality, timm or transformers")
     state, metadata = read_state(path, entry)
     if own or FORMAT in metadata:
-        if not own:
-            check_no_entry(path, entry)
         state = {name.removeprefix(f"{WRAPPER}."): tensor for name, tensor in state.items()}
         with prefix_errors(description if own else path):
             if not own:
@@ -166,15 +154,14 @@ def _from_weights(
             return Checkpoint.from_description(content, state)
     if described is None:
         return _from_state(_unwrap(state, path, like), path, like, settings, alone)
-    what = f"{path}, with the model of its {CONFIG}"
-    with prefix_errors(what):
-        config = override_config(described.config, settings)
-    key_map = TIMM if isinstance(config, TimmConfig) else KEY_MAPS[described.key_map]
-    state = _unwrap(state, path, config)
-    with prefix_errors(what):
+    state = _unwrap(state, path, described.config)
+    with prefix_errors(f"{path}, with the model of its {CONFIG}"):
+        config = described.config.with_overrides(**settings)
+        key_map = TIMM if isinstance(config, TimmConfig) else detect_key_map(state)
         state = key_map.to_native(state, config)
     name, config = identify(config)
-    return replace(described, config=config, state=state, name=name or described.name)
+    name = name or described.name
+    return replace(described, config=config, state=state, name=name, key_map=key_map.name)
 
 
 def _from_state(
@@ -296,7 +283,7 @@ def _check_variant(
     """Check that weights of configuration `found` are those of a `variant`, configured `like`."""
     if type(like) is not type(found):
         raise UserError(f"{what} does not hold {variant}, but a model of another family")
-    if differing := signature_diff(found, override_config(like, settings)):
+    if differing := signature_diff(found, like.with_overrides(**settings)):
         fields = ", ".join(f"{name}={theirs!r}" for name, (theirs, _) in differing.items())
         held = identify(found)[0] or f"a model with {fields}"
         raise UserError(f"{what} holds {held}, not {variant}")
