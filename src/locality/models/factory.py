@@ -211,11 +211,12 @@ class TimmModel(ImageClassifier):
             raise UserError(f"{PREFIX}{self.config.name} has no gradient checkpointing") from error
 
 
-_MODELS: dict[type, Any] = {
+MODELS: dict[type, Any] = {
     ViTConfig: VisionTransformer,
     CvTConfig: ConvolutionalVisionTransformer,
     TimmConfig: TimmModel,
 }
+"""Model classes by the configuration class of their family."""
 
 
 def named(name: str, fields: dict[str, Any]) -> Any:
@@ -271,11 +272,11 @@ def build(model: str | Architecture | TimmConfig, **overrides: Any) -> ImageClas
         built = build(named(model, fields))
         built.variant = model
         return built
-    if type(model) not in _MODELS:
+    if type(model) not in MODELS:
         raise UserError(
             f"cannot build a model from a {type(model).__name__}; give a name or a configuration"
         )
-    made = _MODELS[type(model)](model.with_overrides(**fields))
+    made = MODELS[type(model)](model.with_overrides(**fields))
     start = INITIALISATIONS.get(getattr(made.config, "init", ""))
     if start is not None and not next(made.parameters()).is_meta:
         start(made)
