@@ -17,6 +17,7 @@ import torch
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
+from locality.errors import UserError
 from locality.layers.conv_init import (
     attention_centres,
     convolution_window,
@@ -322,10 +323,10 @@ class GatedPositionalSelfAttention(BasePositionalAttention):
                 fall like e^−λ.
 
         Raises:
-            ValueError: if attention cannot compute `conv`, or if λ ≤ 0.
+            UserError: if attention cannot compute `conv`, or if λ ≤ 0.
         """
         if not gating > 0:
-            raise ValueError(f"gating must be above 0, not {gating}")
+            raise UserError(f"gating must be above 0, not {gating}")
         window = convolution_window(conv)
         heads, width = window.kernel**2 + 1, min(conv.in_channels, conv.out_channels)
         layer = cls(
@@ -368,26 +369,17 @@ class GatedPositionalSelfAttention(BasePositionalAttention):
             conv: k×k with k² ≤ h, this layer's width in and out, stride 1, same padding.
 
         Raises:
-            ValueError: if the kernel needs more heads, other widths, a stride or other padding.
+            UserError: if the kernel needs more heads, other widths, a stride or other padding.
         """
         window = convolution_window(conv)
-        if window.stride > 1 or window.before + window.after != window.kernel - 1:
-            raise ValueError(
-                f"a {window.kernel}×{window.kernel} convolution with stride {window.stride} and "
-                f"padding {conv.padding} changes the size of the grid; use stride 1 and "
-                'padding="same"'
-            )
         offsets = window_offsets(window).to(self.v_pos)
-        heads = len(offsets)
-        if heads > self.num_heads:
-            raise ValueError(
-                f"a {window.kernel}×{window.kernel} kernel needs {heads} heads, "
-                f"this layer has {self.num_heads}"
-            )
-        if (conv.in_channels, conv.out_channels) != (self.dim, self.out_dim):
-            raise ValueError(
-                f"the convolution maps {conv.in_channels} to {conv.out_channels} channels, "
-                f"this layer {self.dim} to {self.out_dim}; they must agree"
+        heads, widths = len(offsets), (conv.in_channels, conv.out_channels)
+        same_grid = window.stride == 1 and window.before + window.after == window.kernel - 1
+        if not same_grid or heads > self.num_heads or widths != (self.dim, self.out_dim):
+            raise UserError(
+                f"a layer with {self.num_heads} heads from {self.dim} to {self.out_dim} channels "
+                f"cannot start from {conv}, which needs {heads} heads; both must have the same "
+                f"channels, and the convolution stride 1 and padding='same'"
             )
         wanted_outputs, wanted_values = factorised(conv, self.value_dim)
         rank = wanted_values.shape[1]

@@ -128,8 +128,7 @@ class Projection(nn.Module):
         super().__init__()
         checks.typed("projection", projection, ProjectionName)
         check_kernel(kernel_size)
-        if stride < 1:
-            raise UserError(f"the stride of a projection must be at least 1, not {stride}")
+        checks.integer("stride", stride, 1)
         self.projection = projection
         self.stride = 1 if projection == "linear" else stride
         padding = kernel_size // 2 if padding is None else padding
