@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from locality.errors import UserError
+from locality.layers.conv_init import trunc_normal_init_
 from locality.layers.grid import Grid
 from locality.models.config import Architecture, to_2tuple
 
@@ -32,6 +33,7 @@ class ImageClassifier(nn.Module):
         variant: the model name it was created with, or None.
         num_features: width of the final features; also `embed_dim` and `head_hidden_size`.
         num_prefix_tokens: p of the final tokens.
+        fuses: whether `fuse` changes anything.
     """
 
     norm: nn.Module
@@ -47,7 +49,7 @@ class ImageClassifier(nn.Module):
         self.num_features = self.embed_dim = self.head_hidden_size = num_features
         self.num_prefix_tokens = int(config.has_class_token)
         self.grad_checkpointing = False
-        self.fused = False
+        self.fuses = self.fused = False
 
     @property
     def img_size(self) -> Grid:
@@ -88,11 +90,6 @@ class ImageClassifier(nn.Module):
             fused._fuse()
         fused.fused = True
         return fused
-
-    @property
-    def fuses(self) -> bool:
-        """Whether `fuse` changes anything."""
-        return False
 
     def _fuse(self) -> None:
         """Precompute token-independent terms, in place."""
@@ -310,7 +307,4 @@ def make_head(width: int, num_classes: int) -> nn.Module:
     """A linear classifier with truncated-normal weights and zero bias; identity for 0 classes."""
     if num_classes == 0:
         return nn.Identity()
-    head = nn.Linear(width, num_classes)
-    nn.init.trunc_normal_(head.weight, std=0.02)
-    nn.init.zeros_(head.bias)
-    return head
+    return trunc_normal_init_(nn.Linear(width, num_classes))

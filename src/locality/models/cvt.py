@@ -129,11 +129,7 @@ class ConvolutionalVisionTransformer(ImageClassifier):
         self.norm = nn.LayerNorm(width, eps=_NORM_EPS)
         self.head_drop = nn.Dropout(config.drop_rate)
         self.head = base.make_head(width, config.num_classes)
-
-    @property
-    def fuses(self) -> bool:
-        """Whether `fuse` changes anything."""
-        return True
+        self.fuses = True
 
     def _fuse(self) -> None:
         """Fold BatchNorm into the convolution before it, and QuickGELU's slope into its MLP."""

@@ -99,6 +99,7 @@ class VisionTransformer(ImageClassifier):
         self.norm = nn.LayerNorm(width, eps=1e-6)
         self.head_drop = nn.Dropout(config.drop_rate)
         self.head = base.make_head(width, config.num_classes)
+        self.fuses = bool(self._gated_layers())
 
     def _make_attention(self, index: int) -> nn.Module:
         c = self.config
@@ -148,11 +149,6 @@ class VisionTransformer(ImageClassifier):
         """The gated layers by block index."""
         layers = ((index, block.attn) for index, block in enumerate(self.blocks))
         return {i: a for i, a in layers if isinstance(a, GatedPositionalSelfAttention)}
-
-    @property
-    def fuses(self) -> bool:
-        """Whether `fuse` changes anything, that is, whether the model has gated layers."""
-        return bool(self._gated_layers())
 
     def _fuse(self) -> None:
         if layers := self._gated_layers():
