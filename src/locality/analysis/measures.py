@@ -114,7 +114,13 @@ def nonlocality(
         ValueError: the grids do not match the attention's shape.
     """
     key_grid = key_grid or query_grid
-    _check_shape(attention, query_grid, key_grid, prefix_tokens)
+    expected = [grid[0] * grid[1] + prefix_tokens for grid in (query_grid, key_grid)]
+    if list(attention.shape[-2:]) != expected:
+        raise ValueError(
+            f"attention of shape {tuple(attention.shape)} does not fit grids {query_grid} and "
+            f"{key_grid} with {prefix_tokens} class tokens, {expected[0]} queries and "
+            f"{expected[1]} keys"
+        )
     patches, mass = patch_attention(attention, prefix_tokens)
     away = token_distances(query_grid, key_grid, key_stride).to(patches)
     looked = (patches * away).sum(dim=-1)
@@ -169,16 +175,6 @@ def positional_focus(v_pos: Tensor) -> Focus:
     centre = torch.where(centred[:, None], v_pos[:, 1:] / (2 * safe[:, None]), torch.nan)
     span = torch.where(centred, (2 * safe).rsqrt(), torch.inf)
     return Focus(centre, strength, span)
-
-
-def _check_shape(attention: Tensor, query_grid: Grid, key_grid: Grid, prefix_tokens: int) -> None:
-    expected = tuple(grid[0] * grid[1] + prefix_tokens for grid in (query_grid, key_grid))
-    if tuple(attention.shape[-2:]) != expected:
-        raise ValueError(
-            f"attention of {attention.shape[-2]} queries to {attention.shape[-1]} keys does not "
-            f"fit grids {query_grid[0]}×{query_grid[1]} and {key_grid[0]}×{key_grid[1]} with "
-            f"{prefix_tokens} class tokens: expected {expected[0]} queries and {expected[1]} keys"
-        )
 
 
 def measure_model(model: nn.Module, images: Tensor, batch_size: int | None = None) -> Record:
