@@ -114,24 +114,22 @@ class Pair:
         return max(self.over_runs.p_value(), self.over_images.p_value())
 
 
-def pairs_of(candidates: Sequence[Candidate]) -> list[Pair]:
-    """All pairs of candidates, sorted by accuracy, on the runs and images they share."""
+def pairs_of(candidates: Sequence[Candidate]) -> list[tuple[Pair, bool]]:
+    """All pairs of candidates, sorted by accuracy, on the runs and images they share; and whether
+    their difference is significant, with Holm's correction for all pairs."""
     pairs = []
     for one, other in combinations(candidates, 2):
         runs = paired_difference(one.top1(1), other.top1(1), shared=one.shared)
         images = paired_difference(one.right, other.right)
         if runs is not None and images is not None:
             pairs.append(Pair(one.label, other.label, runs, images))
-    return pairs
+    return list(zip(pairs, holm([pair.p_value for pair in pairs]), strict=True))
 
 
-def conclusion(
-    candidates: Sequence[Candidate], pairs: Sequence[Pair], decided: Sequence[bool]
-) -> str:
+def conclusion(candidates: Sequence[Candidate], pairs: Sequence[tuple[Pair, bool]]) -> str:
     """A sentence on the most accurate model."""
     best = candidates[0]
-    own = [(pair, sure) for pair, sure in zip(pairs, decided, strict=True)
-           if pair.first == best.label]  # fmt: skip
+    own = [(pair, sure) for pair, sure in pairs if pair.first == best.label]
     beaten = join_names([pair.second for pair, sure in own if sure])
     open_ = [pair for pair, sure in own if not sure]
     reached = f"{best.label} has the highest accuracy, {format_share(best.accuracy)}%"
@@ -229,8 +227,7 @@ def build_comparison(
     found = [Candidate(one.label, one.runs, shared, milliseconds.get(one.model)) for one in groups]
     found.sort(key=lambda each: -each.accuracy.mean)
     pairs = pairs_of(found)
-    decided = holm([pair.p_value for pair in pairs])
-    said = conclusion(found, pairs, decided)
+    said = conclusion(found, pairs)
     drawn = any(len(run.curve) > 1 for run in found[0].at(1.0))  # a curve needs two evaluations
     html = render(
         "locality.report",
@@ -251,7 +248,7 @@ def build_comparison(
         candidates=found,
         result=found[0].at(1.0)[0].result,
         evaluated=len(found[0].right),
-        pairs=list(zip(pairs, decided, strict=True)),
+        pairs=pairs,
         classes=_classes(found),
         max_classes=_MAX_CLASSES,
         accuracy=charts.chart(charts.draw_accuracy, groups),
