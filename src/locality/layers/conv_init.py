@@ -137,8 +137,8 @@ def convolution_window(conv: nn.Conv2d) -> Window:
         rows, columns = conv.padding
         if rows != columns or rows > before:
             raise UserError(
-                f"the padding must be 0 to {before} on all sides, so that the kernel's centre stays "
-                f"on the grid, not as in {conv}"
+                f"the padding must be 0 to {before} on all sides, not as in {conv}; the kernel's "
+                f"centre would leave the grid"
             )
         before = after = rows
     return Window(height, down, before, after)

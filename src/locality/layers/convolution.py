@@ -52,21 +52,14 @@ class ConvolutionalEmbedding(nn.Module):
         in_chans: channels of the image or token map.
         dim: token width C.
         kernel_size, stride, padding: the convolution's.
-        norm_eps: epsilon of the LayerNorm.
     """
 
     def __init__(
-        self,
-        in_chans: int,
-        dim: int,
-        kernel_size: int,
-        stride: int,
-        padding: int,
-        norm_eps: float = 1e-5,
+        self, in_chans: int, dim: int, kernel_size: int, stride: int, padding: int
     ) -> None:
         super().__init__()
         self.conv = nn.Conv2d(in_chans, dim, kernel_size, stride, padding)
-        self.norm = nn.LayerNorm(dim, eps=norm_eps)
+        self.norm = nn.LayerNorm(dim, eps=1e-5)
 
     def forward(self, image: Tensor) -> Tensor:
         """(B, C_in, H_in, W_in) → tokens (B, N, C) on the grid of Eq. 1."""

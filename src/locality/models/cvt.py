@@ -67,14 +67,8 @@ class Stage(nn.Module):
         super().__init__()
         width = config.embed_dim
         self.native_grid = grid
-        self.embed = ConvolutionalEmbedding(
-            in_chans,
-            width,
-            config.embed_kernel,
-            config.embed_stride,
-            config.embed_padding,
-            norm_eps=_NORM_EPS,
-        )
+        kernel, stride, padding = config.embed_kernel, config.embed_stride, config.embed_padding
+        self.embed = ConvolutionalEmbedding(in_chans, width, kernel, stride, padding)
         patches = grid[0] * grid[1]
         self.pos_embed = base.embedding(patches, width) if config.use_pos_embed else None
         self.cls_token = base.embedding(1, width) if class_token else None
