@@ -222,16 +222,10 @@ def differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[
 def _format_settings(settings: Mapping[str, Any], names: Sequence[str]) -> str:
     """Settings as text: "lr=0.001, drop_rate=0.1". A teacher is shown as "distilled"; missing
     settings are skipped."""
-    parts = []
-    for name in names:
-        if name not in settings:
-            continue
-        value = settings[name]
-        if name == "objective.teacher":
-            parts.append("distilled" if value else "no distillation")
-        else:
-            parts.append(f"{name.rsplit('.', 1)[-1]}={value}")
-    return ", ".join(parts) or "default"
+    shown = {name: f"{name.rpartition('.')[2]}={settings.get(name)}" for name in names}
+    taught = settings.get("objective.teacher")
+    shown["objective.teacher"] = "distilled" if taught else "no distillation"
+    return ", ".join(shown[name] for name in names if name in settings) or "default"
 
 
 @dataclass(frozen=True)
