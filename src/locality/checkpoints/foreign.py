@@ -63,13 +63,12 @@ class _ViT(KeyMap):
     """Base of both ViT key maps: gated blocks, if any, then plain ones."""
 
     families = (ViTConfig,)
-    mark: ClassVar[str]
-    """The tensor that tells one ViT key map from the other, in some block."""
+    gated: ClassVar[bool]
+    """Whether some block has gates."""
 
     def matches(self, state: State) -> bool:
-        marks = (_ConViT.mark, _DeiT.mark)
-        held = [mark for mark in marks if any(name.endswith(mark) for name in state)]
-        return super().matches(state) and held[:1] == [self.mark]
+        gated = any(name.endswith(".attn.gating_param") for name in state)
+        return super().matches(state) and gated == self.gated
 
     def dropped(self, config: ViTConfig) -> dict[str, tuple[int, ...]]:
         # The softmax cancels the bias of `pos_proj`, which is the same for every key. If every
@@ -140,7 +139,7 @@ def _parts(name: str, config: ViTConfig) -> list[str]:
 
 
 class _ConViT(_ViT):
-    mark = ".attn.gating_param"
+    gated = True
 
     def unspecified(self, config: ViTConfig) -> dict[str, Any]:
         unspecified = {} if config.use_pos_embed else {"img_size": config.img_size}
@@ -172,7 +171,7 @@ class _ConViT(_ViT):
 
 
 class _DeiT(_ViT):
-    mark = ".attn.qkv.weight"
+    gated = False
 
     def accepted(self, config: ViTConfig) -> dict[str, tuple[Any, ...]]:
         return {

@@ -24,7 +24,7 @@ from locality.models.cvt import ConvolutionalVisionTransformer
 from locality.models.initialisations import GATING, INITIALISATIONS, STRENGTH, replace_convolutions
 from locality.models.variants import PREFIX, VARIANTS, variant
 from locality.models.vit import VisionTransformer
-from locality.settings import check, setting, to_dict, with_role
+from locality.settings import check, differences, setting, with_role
 
 Scalar = str | bool | int | float | None
 
@@ -238,12 +238,10 @@ def describe(config: Any, name: str | None = None) -> tuple[str, dict[str, Any]]
         config: configuration of any family.
         name: the model it was made from; by default the one that differs least.
     """
-    plain, interface = to_dict(config), with_role(type(config), "interface")
+    interface = with_role(type(config), "interface")
 
     def differing(other: Any) -> dict[str, Any]:
-        before = to_dict(other)
-        changed = {n: value for n, value in plain.items() if value != before[n]}
-        return {n: value for n, value in changed.items() if n not in interface}
+        return {n: value for n, _, value in differences(other, config) if n not in interface}
 
     if isinstance(config, TimmConfig):
         fields = differing(TimmConfig.named(config.name))
