@@ -211,7 +211,7 @@ class TimmModel(ImageClassifier):
             raise UserError(f"{PREFIX}{self.config.name} has no gradient checkpointing") from error
 
 
-MODELS: dict[type, Any] = {
+MODELS: dict[Any, Any] = {
     ViTConfig: VisionTransformer,
     CvTConfig: ConvolutionalVisionTransformer,
     TimmConfig: TimmModel,
