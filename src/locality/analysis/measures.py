@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from locality.analysis.taps import LayerView, Stride, capture, eval_mode, positional_vectors
+from locality.analysis.taps import LayerView, capture, eval_mode, positional_vectors
 from locality.errors import UserError
 from locality.layers.grid import Grid
 
 Record = dict[str, Any]
+Stride = tuple[float, float]
 
 _GPU_BATCH_PIXELS = 100_000  # pixels per batch on a GPU: 127 images of 28×28
 
@@ -232,7 +233,7 @@ def _per_image(view: LayerView) -> dict[str, Tensor]:
     """Image-dependent measures of one layer, each (B, h)."""
     maps = view.maps
     prefix = maps.prefix_tokens
-    places = (maps.query_grid, maps.key_grid, prefix, view.key_stride)
+    places = (maps.query_grid, maps.key_grid, prefix, maps.key_stride)
     values = {
         "nonlocality": nonlocality(maps.mixed, *places),
         "entropy": entropy(maps.mixed, prefix),
@@ -249,14 +250,14 @@ def _layer_record(view: LayerView) -> Record:
     focus = (None, None, None) if v_pos is None else positional_focus(v_pos)
     far = None
     if maps.position is not None:
-        places = (maps.query_grid, maps.key_grid, 0, view.key_stride)
+        places = (maps.query_grid, maps.key_grid, 0, maps.key_stride)
         far = nonlocality(maps.position, *places)
     return {
         "name": view.name,
         "kind": "gpsa" if maps.gate is not None else "sa" if maps.position is None else "psa",
         "grid": list(maps.query_grid),
         "key_grid": list(maps.key_grid),
-        "key_stride": list(view.key_stride),
+        "key_stride": list(maps.key_stride),
         "heads": maps.mixed.shape[1],
         "gates": _to_json(maps.gate),
         "position_nonlocality": _to_json(far),

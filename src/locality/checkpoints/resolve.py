@@ -301,8 +301,7 @@ def _from_hub(name: str, like: Any, settings: Mapping[str, Any]) -> Checkpoint:
     try:
         return _from_weights(Path(folder), like, None, settings)
     except (FileNotFoundError, UserError) as error:
-        kind = UserError if isinstance(error, UserError) else FileNotFoundError
-        raise kind(str(error).replace(str(folder), name)) from error
+        raise type(error)(str(error).replace(str(folder), name)) from error
 
 
 def graph_not_model(graph: str) -> UserError:

@@ -57,6 +57,9 @@ class AttentionMaps:
         prefix_tokens: number of class tokens before the patches, in rows and columns.
         query, key: (B, h, queries, d) and (B, h, keys, d); content scores are query @ keyᵀ (the
             query is already scaled).
+        key_stride: distance between neighbouring keys, in query tokens. CvT's keys have a coarser
+            grid (CvT §3.2). If attention replaces a convolution of stride s, every s-th token is a
+            query and keys are 1/s apart.
     """
 
     mixed: Tensor
@@ -68,6 +71,7 @@ class AttentionMaps:
     prefix_tokens: int
     query: Tensor
     key: Tensor
+    key_stride: tuple[float, float] = (1, 1)
 
 
 def prefix_length(tokens: int, grid: Grid) -> int:
@@ -300,8 +304,9 @@ class GatedPositionalSelfAttention(BasePositionalAttention):
         q = self._select_queries(q, grid) / math.sqrt(self.head_dim)
         position = positional_attention(self.v_pos, grid, self.window)
         mixed = (1 - gate) * content + gate * position
-        query_grid = self.window.grid(grid)
-        return AttentionMaps(mixed, content, position, gate.flatten(), query_grid, grid, 0, q, k)
+        queries, apart = self.window.grid(grid), (1 / self.window.stride,) * 2
+        gates = gate.flatten()
+        return AttentionMaps(mixed, content, position, gates, queries, grid, 0, q, k, apart)
 
     @classmethod
     @torch.no_grad()

@@ -236,9 +236,9 @@ class ConvolutionalAttention(nn.Module):
         )
         content = (q @ k.transpose(-2, -1) * self.scale).softmax(dim=-1)
         prefix = prefix_length(x.shape[1], grid)
-        key_grid = self.k.grid(grid)
+        key_grid, apart = self.k.grid(grid), (self.k.stride, self.k.stride)
         q = q * self.scale
-        return AttentionMaps(content, content, None, None, grid, key_grid, prefix, q, k)
+        return AttentionMaps(content, content, None, None, grid, key_grid, prefix, q, k, apart)
 
     def _class_token_query(self, x: Tensor, image: Tensor) -> Tensor:
         if not self.training:
