@@ -105,8 +105,8 @@ class _ViT(KeyMap):
                 f"the gated layers must be the first of the {depth} blocks; these weights have "
                 f"them at {gated}"
             )
-        width, _, patch_size, _ = self.require_tensor(state, "patch_embed.weight").shape
-        hidden = len(self.require_tensor(state, "blocks.0.mlp.fc1.weight"))
+        width, _, patch_size, _ = state["patch_embed.proj.weight"].shape
+        hidden = len(state["blocks.0.mlp.fc1.weight"])
         size, class_entry = infer_img_size(state, patch_size, not gated, settings.get("img_size"))
         if gated:
             heads = len(state["blocks.0.attn.gating_param"])
@@ -215,12 +215,10 @@ class _CvT(KeyMap):
         return count_blocks(state, self.rename(blocks + "0.").removesuffix("0."))
 
     def _infer_stage(self, state: State, stage: str, settings: Mapping[str, Any]) -> StageConfig:
-        width, _, kernel, _ = self.require_tensor(state, f"{stage}embed.conv.weight").shape
+        width, _, kernel, _ = state[self.rename(f"{stage}embed.conv.weight")].shape
         depth = self._count(state, f"{stage}blocks.")
         ratios = tuple(
-            mlp_ratio_of(
-                width, len(self.require_tensor(state, f"{stage}blocks.{index}.mlp.fc1.weight"))
-            )
+            mlp_ratio_of(width, len(state[self.rename(f"{stage}blocks.{index}.mlp.fc1.weight")]))
             for index in range(depth)
         )
         window = state.get(self.rename(f"{stage}blocks.0.attn.q.conv.weight"))

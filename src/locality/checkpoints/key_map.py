@@ -65,18 +65,9 @@ def check_keys(given: State, expected: State, owner: str) -> None:
 
 
 def count_blocks(state: State, prefix: str) -> int:
-    """The number of blocks `prefix0`, `prefix1`, …
-
-    Raises:
-        UserError: if no block is found.
-    """
+    """The number of blocks `prefix0`, `prefix1`, …"""
     pattern = re.compile(rf"{re.escape(prefix)}(\d+)\.")
-    found = {match[1] for name in state if (match := pattern.match(name))}
-    if not found:
-        raise UserError(
-            f"these weights have no tensors {prefix}0.…, needed to infer the architecture"
-        )
-    return len(found)
+    return len({match[1] for name in state if (match := pattern.match(name))})
 
 
 def check_finite(state: State) -> None:
@@ -129,7 +120,8 @@ class KeyMap:
             settings: fields of the configuration set by the caller.
 
         Raises:
-            UserError: if a required tensor is missing, or shapes do not determine the architecture.
+            KeyError: if a required tensor is missing.
+            UserError: if shapes do not determine the architecture.
         """
         fitting = [
             name for name, row in VARIANTS.items() if self._fits(state, row.config, settings)
@@ -271,18 +263,6 @@ class KeyMap:
     def _channels(self, stem: Tensor, like: Any) -> int:
         """The number of channels that a first layer with this weight takes."""
         return stem.shape[1]
-
-    def require_tensor(self, state: State, name: str) -> Tensor:
-        """The tensor with native name `name`.
-
-        Raises:
-            UserError: if it is missing.
-        """
-        if self.rename(name) not in state:
-            raise UserError(
-                f"these weights have no {self.rename(name)}, needed to infer the architecture"
-            )
-        return state[self.rename(name)]
 
 
 NATIVE = KeyMap("locality", "locality's")

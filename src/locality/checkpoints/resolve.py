@@ -173,7 +173,7 @@ def _from_state(
     """
     if isinstance(like, TimmConfig):
         like = replace(like, gpsa="")  # attention replaces convolutions after loading
-    shapes = "its tensors have the names of a model, but other shapes"
+    shapes = "its tensors have the names of a model, but some are missing or have other shapes"
     wrong = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
     with prefix_errors(path), wrap_errors(shapes, *wrong):
         key_map = TIMM if isinstance(like, TimmConfig) else detect_key_map(state)
