@@ -384,10 +384,9 @@ def detect_key_map(state: State) -> KeyMap:
     found = [row for row in KEY_MAPS.values() if row.matches(state)]
     if len(found) == 1:
         return found[0]
-    titles = [row.title for row in found or KEY_MAPS.values()]
-    if found:
-        raise UserError(f"these weights have names of more than one format: {' and '.join(titles)}")
+    titles = ", ".join(row.title for row in found or KEY_MAPS.values())
     raise UserError(
-        f"these weights are of no known format ({', '.join(titles)}), whose first "
-        f"layers are {', '.join(sorted(STEMS))}; their first tensors are {some(state, quote='')}"
+        f"these weights are of {'more than one' if found else 'no known'} format ({titles}), whose "
+        f"first layers are {', '.join(sorted(STEMS))}; their first tensors are "
+        f"{some(state, quote='')}"
     )

@@ -128,15 +128,10 @@ class KeyMap:
         ]
         if len(fitting) == 1:
             return VARIANTS[fitting[0]].config
-        how = "--model NAME in training, --variant NAME elsewhere"
-        if fitting:
-            raise UserError(
-                f"these weights fit {' and '.join(fitting)}, which have the same shapes; give the "
-                f"model's name ({how})"
-            )
         raise UserError(
-            f"cannot infer the model from these weights; give the name of the nearest ({how}), and "
-            f"the settings that differ as --set or --model.depth"
+            f"cannot infer the model from these weights (fitting: {', '.join(fitting) or 'none'}); "
+            f"give the nearest by --model NAME in training and --variant NAME elsewhere, and the "
+            f"settings that differ as --set or --model.depth"
         )
 
     def _fits(self, state: State, config: Any, settings: Mapping[str, Any]) -> bool:
