@@ -18,7 +18,7 @@ from locality import checks
 from locality.checkpoints.format import Checkpoint
 from locality.data.config import Preprocessing
 from locality.errors import UserError, prefix_errors
-from locality.files import read_json
+from locality.files import read_shaped
 from locality.models.config import CvTConfig, StageConfig
 from locality.models.factory import TimmConfig
 from locality.models.variants import PREFIX, VARIANTS
@@ -185,12 +185,11 @@ def _transformers(folder: Path, content: Mapping[str, Any]) -> Checkpoint:
 
 def _preprocessor(path: Path) -> Preprocessing | None:
     """The preprocessing of transformers' image processor, or None without a file."""
-    if not path.exists():
+    shape = {"image_mean": [float], "image_std": [float], "resample": int}
+    given = read_shaped(path, shape | {"crop_pct?": float, "rescale_factor?": float})
+    if given is None:
         return None
-    given = read_json(path)
     with prefix_errors(path):
-        shape = {"image_mean": [float], "image_std": [float], "resample": int}
-        checks.shaped("it", given, shape | {"crop_pct?": float, "rescale_factor?": float})
         rescales = math.isclose(given.get("rescale_factor", 1 / 255), 1 / 255, rel_tol=1e-6)
         if not (given.get("do_resize", True) and given.get("do_rescale", True) and rescales):
             raise UserError("it must resize images and scale them to 0 … 1")

@@ -225,8 +225,6 @@ def named(name: str, fields: dict[str, Any]) -> Any:
     Raises:
         UserError: for an unknown name or field (suggesting the nearest), or a value out of range.
     """
-    if name not in VARIANTS and timm.is_model(name):
-        raise UserError(f"unknown model '{name}'; for timm's model, use '{PREFIX}{name}'")
     own = TimmConfig.named(name) if name.startswith(PREFIX) else variant(name).config
     return own.with_overrides(**fields)
 
@@ -270,10 +268,6 @@ def build(model: str | Architecture | TimmConfig, **overrides: Any) -> ImageClas
         built = build(named(model, fields))
         built.variant = model
         return built
-    if type(model) not in MODELS:
-        raise UserError(
-            f"cannot build a model from a {type(model).__name__}; give a name or a configuration"
-        )
     made = MODELS[type(model)](model.with_overrides(**fields))
     start = INITIALISATIONS.get(getattr(made.config, "init", ""))
     if start is not None and not next(made.parameters()).is_meta:

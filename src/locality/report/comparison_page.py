@@ -144,12 +144,6 @@ def conclusion(candidates: Sequence[Candidate], pairs: Sequence[tuple[Pair, bool
     return f"{reached}{above} the difference from {rest} is not significant; {more} may decide it."
 
 
-def below_baseline_remark(candidates: Sequence[Candidate], groups: Sequence[RunGroup]) -> str:
-    """Advice if the most accurate model is below a baseline; otherwise ""."""
-    said = candidates[0].below(1.0, baselines_at(groups, 1.0))
-    return f"Even the best model, {said}: {ADVICE}." if said else ""
-
-
 def short_runs_remark(candidates: Sequence[Candidate]) -> str:
     """A remark on short runs; "" if all are long enough."""
     passes = min(each.passes for each in candidates)
@@ -228,6 +222,8 @@ def build_comparison(
     found.sort(key=lambda each: -each.accuracy.mean)
     pairs = pairs_of(found)
     said = conclusion(found, pairs)
+    baselines = baselines_at(groups, 1.0)
+    below = found[0].below(1.0, baselines)
     drawn = any(len(run.curve) > 1 for run in found[0].at(1.0))  # a curve needs two evaluations
     html = render(
         "locality.report",
@@ -235,10 +231,10 @@ def build_comparison(
         FILTERS,
         title=f"Which model for {groups[0].dataset_name}?",
         said=said,
-        baselines=baselines_at(groups, 1.0),
+        baselines=baselines,
         remarks=[
             f"{waiting} of {waiting + len(folders)} runs have not finished." * bool(waiting),
-            below_baseline_remark(found, groups),
+            f"Even the best model, {below}: {ADVICE}." * bool(below),
             short_runs_remark(found),
             more_images_remark(found[0]),
         ],
