@@ -169,17 +169,16 @@ def group(runs: Sequence[RecordedRun]) -> list[RunGroup]:
         UserError: two runs of a group have the same fraction and seed.
     """
     groups: dict[str, list[RecordedRun]] = {}
+    seen: dict[Any, RecordedRun] = {}
     for run in runs:
-        groups.setdefault(repr(sorted(run.settings().items())), []).append(run)
-    for members in groups.values():
-        seen: dict[Any, RecordedRun] = {}
-        for run in members:
-            other = seen.setdefault((run.fraction, run.seed), run)
-            if other is not run:
-                raise UserError(
-                    f"{other.path} and {run.path} are the same run (seed {run.seed}, fraction "
-                    f"{run.fraction:g}); pass only one of them"
-                )
+        settings = repr(sorted(run.settings().items()))
+        groups.setdefault(settings, []).append(run)
+        other = seen.setdefault((settings, run.fraction, run.seed), run)
+        if other is not run:
+            raise UserError(
+                f"{other.path} and {run.path} are the same run (seed {run.seed}, fraction "
+                f"{run.fraction:g}); pass only one of them"
+            )
     order = [*FAMILY_NAMES, "other"]
     ordered = sorted(groups.values(), key=lambda members: order.index(members[0].family))
     firsts = [members[0] for members in ordered]

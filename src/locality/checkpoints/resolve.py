@@ -96,7 +96,12 @@ def read(
             found = replace(found, config=config, name=identify(config)[0])
     if variant is None:
         return found
-    _check_variant(found.config, like, variant, what, settings)
+    if type(like) is not type(found.config):
+        raise UserError(f"{what} does not hold {variant}, but a model of another family")
+    if differing := signature_diff(found.config, like.with_overrides(**settings)):
+        fields = ", ".join(f"{name}={theirs!r}" for name, (theirs, _) in differing.items())
+        held = identify(found.config)[0] or f"a model with {fields}"
+        raise UserError(f"{what} holds {held}, not {variant}")
     # timm's statistics are for its own number of channels.
     same = isinstance(like, TimmConfig) and like.in_chans == found.config.in_chans
     if same and found.preprocessing is None:
@@ -275,18 +280,6 @@ def locate_weights(row: Source) -> Path:
         f"https://huggingface.co/{row.repo} and put it at {folder / row.name}.safetensors (.pth "
         f"and .bin also work), or give its path as weights"
     ) from causes[0]
-
-
-def _check_variant(
-    found: Any, like: Any, variant: str, what: Path | str, settings: Mapping[str, Any]
-) -> None:
-    """Check that weights of configuration `found` are those of a `variant`, configured `like`."""
-    if type(like) is not type(found):
-        raise UserError(f"{what} does not hold {variant}, but a model of another family")
-    if differing := signature_diff(found, like.with_overrides(**settings)):
-        fields = ", ".join(f"{name}={theirs!r}" for name, (theirs, _) in differing.items())
-        held = identify(found)[0] or f"a model with {fields}"
-        raise UserError(f"{what} holds {held}, not {variant}")
 
 
 def _from_hub(name: str, like: Any, settings: Mapping[str, Any]) -> Checkpoint:
