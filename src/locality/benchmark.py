@@ -22,7 +22,12 @@ from locality.checkpoints import KEY_MAPS
 from locality.checkpoints.beside import CVT_STAGES, TIMM_NAMES
 from locality.errors import UserError, lookup, require
 from locality.machine import processor_name
-from locality.models import ImageClassifier, ViTConfig, build
+from locality.models import (
+    ConvolutionalVisionTransformer,
+    ImageClassifier,
+    ViTConfig,
+    build,
+)
 from locality.models.factory import TimmModel
 from locality.training.devices import autocast, resolve_accelerator
 from locality.training.resolved_run import saved_activations
@@ -350,14 +355,14 @@ def timed_rows(timing: Timing, images: int, what: dict[str, Any]) -> list[dict[s
 def _for_task(contenders: dict[str, nn.Module], task: str) -> Iterator[tuple[str, nn.Module]]:
     """The contenders prepared for a task; training uses copies, so that weights stay equal.
 
-    For inference, models that can be fused are measured both ways.
+    For inference, a CvT is measured fused, too.
     """
     for label, model in contenders.items():
         if task == "training":
             yield label, copy.deepcopy(model).train()
         else:
             yield label, model
-            if isinstance(model, ImageClassifier) and model.fuses:
+            if isinstance(model, ConvolutionalVisionTransformer):
                 yield f"{label} (fused)", model.fuse()
 
 

@@ -263,7 +263,7 @@ def test_our_own_weights_are_told_by_their_shapes(tmp_path):
         torch.testing.assert_close(found.state, dict(model.state_dict()), rtol=0, atol=0)
     tiny = locality.create_model("deit_tiny")
     torch.save(tiny.state_dict(), tmp_path / "tiny.pth")
-    with pytest.raises(UserError, match="deit_tiny and deit_tiny_baseline"):
+    with pytest.raises(UserError, match="deit_tiny, deit_tiny_baseline"):
         read(tmp_path / "tiny.pth")
     odd = build("convit_nano", embed_dim=20)
     torch.save(odd.state_dict(), tmp_path / "odd.pth")

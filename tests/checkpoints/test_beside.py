@@ -102,7 +102,7 @@ def test_a_repository_of_timms_opens_as_its_folder(tmp_path, randomise, image, m
 
 def test_a_repository_without_a_description_takes_the_models_name(tmp_path, monkeypatch):
     monkeypatch.setattr(resolve, "snapshot_download", lambda name, **_: str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=r"^me/model has no model\.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"^me/model holds no weights"):
         open_model("me/model")
     save_file(timm.create_model("test_resnet").state_dict(), tmp_path / "model.safetensors")
     assert open_model("me/model", "timm/test_resnet").model is not None
@@ -113,7 +113,7 @@ def test_a_repository_without_a_description_takes_the_models_name(tmp_path, monk
 def test_our_description_beside_several_state_dicts(tmp_path):
     model, file = locality.create_model("deit_nano"), tmp_path / "pytorch_model.bin"
     locality.save(model, tmp_path / "saved")
-    with pytest.raises(UserError, match="holds one set of weights"):
+    with pytest.raises(UserError, match="has no state dict 'zz'"):
         open_model(tmp_path / "saved", entry="zz")
     (tmp_path / "saved" / "config.json").rename(tmp_path / "config.json")
     torch.save({"model": model.state_dict(), "ema": model.state_dict()}, file)

@@ -5,7 +5,6 @@ They are deterministic and untuned, so runs on the same images have the same bas
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from locality import checks
 from locality.data import DataSplits, Preprocessing, eval_loader, open_data
 from locality.data.sources import ImageSource
 from locality.errors import UserError
-from locality.files import read_shaped, write_atomic
+from locality.files import read_shaped
 from locality.training.config import RunConfig
 from locality.training.model import meta_model
 from locality.training.run_folder import RunFolder
@@ -85,11 +84,7 @@ def split_pixels(
     as_is = replace(preprocessing, img_size=small, mean=(0.0,) * 3, std=(1.0,) * 3)
     train, labels = _pixels(splits.train, as_is, workers)
     val, targets = _pixels(splits.val, as_is, workers)
-    if all(
-        torch.equal(images[:, 0], images[:, channel])
-        for images in (train, val)
-        for channel in (1, 2)
-    ):
+    if all(bool((images == images[:, :1]).all()) for images in (train, val)):
         train, val = train[:, :1], val[:, :1]  # grey: all channels are equal
     return train.flatten(1), labels, val.flatten(1), targets
 
@@ -132,7 +127,7 @@ def record_baselines(
     for run in map(RunFolder, folders):
         if not (run.path / BASELINES).exists():
             record = _record(run.read_config(), known, run.classes())
-            write_atomic(run.path / BASELINES, json.dumps(record) + "\n")
+            run.write_json(run.path / BASELINES, record)
 
 
 def expected_baselines(config: RunConfig, known: dict[str, dict[str, Any]]) -> dict[str, float]:

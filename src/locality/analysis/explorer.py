@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from locality.templates import render, write_page
 
 _MAX_MODELS = 4
 _FEW_CLASSES = 12  # list all classes up to this number
-_MEASURED = ("name", "kind", "heads", "grid", "key_grid", "gates")
+_MEASURED = ("name", "kind", "heads", "grid", "key_grid", "key_stride", "gates")
 
 
 def write_explorer(
@@ -78,44 +78,67 @@ def explorer_page(
     Raises:
         UserError: no model, no image, or a model whose attention cannot be read.
     """
-    if not 1 <= len(subjects) <= _MAX_MODELS:
-        raise UserError(f"the explorer shows 1 to {_MAX_MODELS} models, not {len(subjects)}")
-    samples = [prepare_sample(subject, images) for subject in subjects]
-    observed = [
-        _observe(subject, chosen.images) for subject, chosen in zip(subjects, samples, strict=True)
-    ]
+    check_count(subjects)
+    observed = [_observe(subject, prepare_sample(subject, images).images) for subject in subjects]
+    models = [about for about, _ in observed]
     if shown is None:
         shown = [high_resolution_crop(image, subjects[0].preprocessing) for image in images]
-    layers = [layer for about, _ in observed for layer in about["layers"]]
-    unit, scale, uniform = nonlocality_unit(layers)
-    for layer in layers:
-        layer["unit"] = scale(layer)
     known = known_labels(labels, subjects)
-    page = {
-        "decades": DECADES,
-        "unit": unit,
-        "uniform": uniform,
-        "images": [
-            {
-                "source": data_url(np.asarray(picture)),
-                "name": names[index] if names else f"image {index + 1}",
-                "label": known[index] if known else None,
-            }
-            for index, picture in enumerate(shown)
-        ],
-        "models": [about for about, _ in observed],
-    }
-    blobs = [
-        (f"blob-{model}-{image}", to_blob(blob))
+    pictures = [
+        {
+            "source": data_url(np.asarray(picture)),
+            "name": names[index] if names else f"image {index + 1}",
+            "label": known[index] if known else None,
+        }
+        for index, picture in enumerate(shown)
+    ]
+    blobs = {
+        f"blob-{model}-{image}": blob
         for model, (_, packed) in enumerate(observed)
         for image, blob in enumerate(packed)
+    }
+    layers = [layer for about in models for layer in about["layers"]]
+    return render_page("explorer.html", layers, blobs, {"images": pictures, "models": models})
+
+
+def check_count(subjects: Sequence[Classifier]) -> None:
+    """Check that a page can show so many models."""
+    if not 1 <= len(subjects) <= _MAX_MODELS:
+        raise UserError(f"a page shows 1 to {_MAX_MODELS} models, not {len(subjects)}")
+
+
+def render_page(
+    template: str,
+    grids: Sequence[dict[str, Any]],
+    blobs: Mapping[str, bytes],
+    page: Mapping[str, Any],
+    **content: Any,
+) -> str:
+    """Render the explorer or the live page.
+
+    Args:
+        template: its filename.
+        grids: layers or models with a `grid`, to which the `unit` of their nonlocality is added.
+        blobs: binary content by the id of its element, embedded zlib-compressed in base64.
+        page: the page's data, also variables of the template.
+        content: other variables of the template.
+    """
+    unit, scale, uniform = nonlocality_unit(grids)
+    for each in grids:
+        each["unit"] = scale(each)
+    page = {"decades": DECADES, "unit": unit, "uniform": uniform, **page}
+    data = json.dumps(page, separators=(",", ":"), allow_nan=False)
+    packed = [
+        (name, Markup(base64.b64encode(zlib.compress(blob, 9)).decode()))
+        for name, blob in blobs.items()
     ]
     return render(
         "locality.analysis",
-        "explorer.html",
-        data=to_script(page),
-        blobs=blobs,
-        models=page["models"],
+        template,
+        data=Markup(data.replace("<", "\\u003c")),  # "<" could end the script element
+        blobs=packed,
+        **page,
+        **content,
     )
 
 
@@ -129,14 +152,15 @@ def known_labels(labels: Sequence[str], subjects: Sequence[Classifier]) -> list[
 def _observe(subject: Classifier, batch: Tensor) -> tuple[dict[str, Any], list[bytes]]:
     """One model's description, and its queries and keys per image."""
     model = subject.module()
-    subject.check_logits(subject.logits(batch.to(next(model.parameters()))))
-    observed = [_pack(model, image) for image in batch.split(1)]
-    layers = observed[0][1]
-    for layer, found in zip(layers, measure_model(model, batch)["layers"], strict=True):
-        layer |= {name: found[name] for name in _MEASURED}
-        layer["nonlocality"] = found["nonlocality"]["mean"]
+    subject.check_logits(subject.logits(batch))
+    layers = {
+        found["name"]: {name: found[name] for name in _MEASURED}
+        | {"nonlocality": found["nonlocality"]["mean"]}
+        for found in measure_model(model, batch)["layers"]
+    }
+    observed = [_pack(model, image, layers) for image in batch.split(1)]
     prefix = None
-    if any(layer["prefix"] for layer in layers):
+    if any(layer["prefix"] for layer in layers.values()):
         # timm sets cls_token to None in models with registers only.
         has_none = getattr(getattr(model, "model", model), "cls_token", "") is None
         prefix = "first register" if has_none else "class token"
@@ -144,10 +168,10 @@ def _observe(subject: Classifier, batch: Tensor) -> tuple[dict[str, Any], list[b
         "label": subject.name,
         "prefix": prefix,
         "family": family_of(getattr(model, "variant", None)),
-        "layers": layers,
-        "answers": [_answers(subject, logits[0].softmax(dim=-1)) for _, _, logits in observed],
+        "layers": list(layers.values()),
+        "answers": [_answers(subject, logits[0].softmax(dim=-1)) for _, logits in observed],
     }
-    return about, [packed for packed, _, _ in observed]
+    return about, [packed for packed, _ in observed]
 
 
 def _answers(subject: Classifier, probabilities: Tensor) -> list[tuple[str, float]]:
@@ -157,23 +181,21 @@ def _answers(subject: Classifier, probabilities: Tensor) -> list[tuple[str, floa
     return [(subject.label(index), float(probabilities[index])) for index in shown]
 
 
-def _pack(model: nn.Module, image: Tensor) -> tuple[bytes, list[dict[str, Any]], Tensor]:
-    """The queries and keys of one image, the layers' descriptions, and the logits."""
+def _pack(
+    model: nn.Module, image: Tensor, layers: Mapping[str, dict[str, Any]]
+) -> tuple[bytes, Tensor]:
+    """The queries and keys of one image, and the logits; completes the layers' descriptions."""
     parts: list[bytes] = []
-    layers: list[dict[str, Any]] = []
 
     def add(view: LayerView) -> None:
         v_pos = positional_vectors(view.module)
         window = getattr(view.module, "window", Window())
-        layers.append(
-            {
-                "key_stride": list(view.key_stride),
-                "padding": [window.before, window.after],
-                "first": window.first,
-                "prefix": view.maps.prefix_tokens,
-                "position": None if v_pos is None else v_pos.tolist(),
-                "head_dim": view.maps.key.shape[-1],
-            }
+        layers[view.name].update(
+            padding=[window.before, window.after],
+            first=window.first,
+            prefix=view.maps.prefix_tokens,
+            position=None if v_pos is None else v_pos.tolist(),
+            head_dim=view.maps.key.shape[-1],
         )
         for pair in zip(view.maps.query[0], view.maps.key[0], strict=True):
             what = f"queries or keys of {view.name}"
@@ -181,7 +203,7 @@ def _pack(model: nn.Module, image: Tensor) -> tuple[bytes, list[dict[str, Any]],
 
     with eval_mode(model), capture(model, on_layer=add):
         logits = model(image)
-    return b"".join(parts), layers, logits
+    return b"".join(parts), logits
 
 
 def half_precision(numbers: Tensor, what: str) -> bytes:
@@ -194,14 +216,3 @@ def half_precision(numbers: Tensor, what: str) -> bytes:
     if not half.isfinite().all():
         raise UserError(f"{what} are not finite in half precision; check the weights")
     return half.cpu().contiguous().numpy().view(np.uint8).reshape(-1, 2).T.tobytes()
-
-
-def to_blob(packed: bytes) -> Markup:
-    """Bytes for embedding in a page: zlib-compressed, then base64."""
-    return Markup(base64.b64encode(zlib.compress(packed, 9)).decode())
-
-
-def to_script(page: dict[str, Any]) -> Markup:
-    """A page's data as JSON, escaped for a script element."""
-    data = json.dumps(page, separators=(",", ":"), allow_nan=False)
-    return Markup(data.replace("<", "\\u003c"))  # "<" could end the element

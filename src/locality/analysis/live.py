@@ -15,23 +15,19 @@ import torch
 from markupsafe import Markup
 from PIL import Image
 
-from locality.analysis.explorer import half_precision, known_labels, to_blob, to_script
-from locality.analysis.measures import nonlocality_unit
-from locality.analysis.pictures import DECADES, prepare_sample
+from locality.analysis.explorer import check_count, half_precision, known_labels, render_page
+from locality.analysis.pictures import prepare_sample
 from locality.checkpoints import Classifier
 from locality.errors import UserError
 from locality.models.base import position_embedding
 from locality.models.config import ViTConfig
 from locality.models.variants import FAMILY_NAMES, family_of
-from locality.templates import render
 
 MAX_MEGABYTES = 10
 """Size of the float32 weights above which a model is too slow for a page."""
 
 DRAWN_SIZE = (8, 8)
 """Image size of the digits data set, the only size with a drawing pad."""
-
-_MAX_MODELS = 4
 
 
 def live_page(
@@ -56,8 +52,7 @@ def live_page(
         UserError: a model is too large or neither DeiT nor ConViT, the models' image sizes differ,
             or `images` is empty.
     """
-    if not 1 <= len(subjects) <= _MAX_MODELS:
-        raise UserError(f"the live page shows 1 to {_MAX_MODELS} models, not {len(subjects)}")
+    check_count(subjects)
     models = [_describe(subject) for subject in subjects]
     forms = {(*model["size"], len(model["mean"])) for model, _ in models}
     if len(forms) > 1:
@@ -72,14 +67,9 @@ def live_page(
     shown = prepare_sample(subjects[0], images).shown[..., :channels]
     for subject in subjects:
         subject.check_logits(subject.logits(subject.prepare(images)))
-    unit, scale, uniform = nonlocality_unit([model for model, _ in models])
-    for model, _ in models:
-        model["unit"] = scale(model)
     preprocessing = subjects[0].preprocessing
+    described = [model for model, _ in models]
     page = {
-        "decades": DECADES,
-        "unit": unit,
-        "uniform": uniform,
         "crop_pct": preprocessing.crop_pct,
         "crop_mode": preprocessing.crop_mode,
         "interpolation": preprocessing.interpolation,
@@ -89,21 +79,11 @@ def live_page(
         "labels": known_labels(labels, subjects),
         "names": list(names),
         "digits": digits and (height, width) == DRAWN_SIZE,
-        "models": [model for model, _ in models],
+        "models": described,
     }
-    blobs = [(f"weights-{at}", to_blob(weights)) for at, (_, weights) in enumerate(models)]
-    blobs.append(("images", to_blob(np.ascontiguousarray(shown).tobytes())))
-    return render(
-        "locality.analysis",
-        "live.html",
-        data=to_script(page),
-        blobs=blobs,
-        digits=page["digits"],
-        models=page["models"],
-        unit=unit,
-        site=about is not None,
-        about=Markup(about or ""),
-    )
+    blobs = {f"weights-{at}": weights for at, (_, weights) in enumerate(models)}
+    blobs["images"] = np.ascontiguousarray(shown).tobytes()
+    return render_page("live.html", described, blobs, page, about=Markup(about or ""))
 
 
 def _describe(subject: Classifier) -> tuple[dict[str, Any], bytes]:

@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from locality.analysis.taps import LayerView, Stride, capture, eval_mode, positional_vectors
+from locality.analysis.taps import LayerView, capture, eval_mode, positional_vectors
 from locality.errors import UserError
 from locality.layers.grid import Grid
 
 Record = dict[str, Any]
+Stride = tuple[float, float]
 
 _GPU_BATCH_PIXELS = 100_000  # pixels per batch on a GPU: 127 images of 28×28
 
@@ -114,7 +115,13 @@ def nonlocality(
         ValueError: the grids do not match the attention's shape.
     """
     key_grid = key_grid or query_grid
-    _check_shape(attention, query_grid, key_grid, prefix_tokens)
+    expected = [grid[0] * grid[1] + prefix_tokens for grid in (query_grid, key_grid)]
+    if list(attention.shape[-2:]) != expected:
+        raise ValueError(
+            f"attention of shape {tuple(attention.shape)} does not fit grids {query_grid} and "
+            f"{key_grid} with {prefix_tokens} class tokens, {expected[0]} queries and "
+            f"{expected[1]} keys"
+        )
     patches, mass = patch_attention(attention, prefix_tokens)
     away = token_distances(query_grid, key_grid, key_stride).to(patches)
     looked = (patches * away).sum(dim=-1)
@@ -169,16 +176,6 @@ def positional_focus(v_pos: Tensor) -> Focus:
     centre = torch.where(centred[:, None], v_pos[:, 1:] / (2 * safe[:, None]), torch.nan)
     span = torch.where(centred, (2 * safe).rsqrt(), torch.inf)
     return Focus(centre, strength, span)
-
-
-def _check_shape(attention: Tensor, query_grid: Grid, key_grid: Grid, prefix_tokens: int) -> None:
-    expected = tuple(grid[0] * grid[1] + prefix_tokens for grid in (query_grid, key_grid))
-    if tuple(attention.shape[-2:]) != expected:
-        raise ValueError(
-            f"attention of {attention.shape[-2]} queries to {attention.shape[-1]} keys does not "
-            f"fit grids {query_grid[0]}×{query_grid[1]} and {key_grid[0]}×{key_grid[1]} with "
-            f"{prefix_tokens} class tokens: expected {expected[0]} queries and {expected[1]} keys"
-        )
 
 
 def measure_model(model: nn.Module, images: Tensor, batch_size: int | None = None) -> Record:
@@ -236,7 +233,7 @@ def _per_image(view: LayerView) -> dict[str, Tensor]:
     """Image-dependent measures of one layer, each (B, h)."""
     maps = view.maps
     prefix = maps.prefix_tokens
-    places = (maps.query_grid, maps.key_grid, prefix, view.key_stride)
+    places = (maps.query_grid, maps.key_grid, prefix, maps.key_stride)
     values = {
         "nonlocality": nonlocality(maps.mixed, *places),
         "entropy": entropy(maps.mixed, prefix),
@@ -253,14 +250,14 @@ def _layer_record(view: LayerView) -> Record:
     focus = (None, None, None) if v_pos is None else positional_focus(v_pos)
     far = None
     if maps.position is not None:
-        places = (maps.query_grid, maps.key_grid, 0, view.key_stride)
+        places = (maps.query_grid, maps.key_grid, 0, maps.key_stride)
         far = nonlocality(maps.position, *places)
     return {
         "name": view.name,
         "kind": "gpsa" if maps.gate is not None else "sa" if maps.position is None else "psa",
         "grid": list(maps.query_grid),
         "key_grid": list(maps.key_grid),
-        "key_stride": list(view.key_stride),
+        "key_stride": list(maps.key_stride),
         "heads": maps.mixed.shape[1],
         "gates": _to_json(maps.gate),
         "position_nonlocality": _to_json(far),

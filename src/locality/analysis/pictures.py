@@ -121,14 +121,9 @@ def validation_images(splits: DataSplits, count: int) -> Iterator[tuple[int, str
         yield index, splits.classes[splits.val.labels[index]], splits.val.read_or_raise(index)
 
 
-def validation_sample(
-    config: RunConfig, img_size: int | tuple[int, int], count: int, classes: Sequence[str] = ()
-) -> Sample:
-    """`count` validation images of a run at size `img_size`.
-
-    `classes` are those recorded in the run folder.
-    """
-    splits = open_data(config.data, config.seed, classes)
+def validation_sample(config: RunConfig, img_size: int | tuple[int, int], count: int) -> Sample:
+    """`count` validation images of a run at size `img_size`."""
+    splits = open_data(config.data, config.seed)
     return sample(splits.val, config.input.at(img_size), count, splits.classes)
 
 

@@ -170,13 +170,13 @@ def measure_trajectory(folder: Path | str, images: int = 256) -> Record:
     Raises:
         UserError: the run has no snapshots.
     """
-    files = _snapshots(RunFolder(folder))
+    run = RunFolder(folder)
+    files = _snapshots(run)
     if not files:
         raise UserError(
             f"run folder {folder} has no snapshots to measure attention over training; train with "
             f"--schedule.snapshot_every"
         )
-    run = RunFolder(folder)
     config = run.read_config()
     splits = open_data(config.data, config.seed, run.classes())
     device = torch.device(resolve_accelerator("auto"))

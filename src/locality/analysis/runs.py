@@ -169,17 +169,16 @@ def group(runs: Sequence[RecordedRun]) -> list[RunGroup]:
         UserError: two runs of a group have the same fraction and seed.
     """
     groups: dict[str, list[RecordedRun]] = {}
+    seen: dict[Any, RecordedRun] = {}
     for run in runs:
-        groups.setdefault(repr(sorted(run.settings().items())), []).append(run)
-    for members in groups.values():
-        seen: dict[Any, RecordedRun] = {}
-        for run in members:
-            other = seen.setdefault((run.fraction, run.seed), run)
-            if other is not run:
-                raise UserError(
-                    f"{other.path} and {run.path} are the same run (seed {run.seed}, fraction "
-                    f"{run.fraction:g}); pass only one of them"
-                )
+        settings = repr(sorted(run.settings().items()))
+        groups.setdefault(settings, []).append(run)
+        other = seen.setdefault((settings, run.fraction, run.seed), run)
+        if other is not run:
+            raise UserError(
+                f"{other.path} and {run.path} are the same run (seed {run.seed}, fraction "
+                f"{run.fraction:g}); pass only one of them"
+            )
     order = [*FAMILY_NAMES, "other"]
     ordered = sorted(groups.values(), key=lambda members: order.index(members[0].family))
     firsts = [members[0] for members in ordered]
@@ -222,16 +221,10 @@ def differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[
 def _format_settings(settings: Mapping[str, Any], names: Sequence[str]) -> str:
     """Settings as text: "lr=0.001, drop_rate=0.1". A teacher is shown as "distilled"; missing
     settings are skipped."""
-    parts = []
-    for name in names:
-        if name not in settings:
-            continue
-        value = settings[name]
-        if name == "objective.teacher":
-            parts.append("distilled" if value else "no distillation")
-        else:
-            parts.append(f"{name.rsplit('.', 1)[-1]}={value}")
-    return ", ".join(parts) or "default"
+    shown = {name: f"{name.rpartition('.')[2]}={settings.get(name)}" for name in names}
+    taught = settings.get("objective.teacher")
+    shown["objective.teacher"] = "distilled" if taught else "no distillation"
+    return ", ".join(shown[name] for name in names if name in settings) or "default"
 
 
 @dataclass(frozen=True)

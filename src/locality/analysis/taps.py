@@ -35,12 +35,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from locality.errors import UserError
-from locality.layers.attention import AttentionMaps, GatedPositionalSelfAttention, prefix_length
-from locality.layers.convolution import ConvolutionalAttention
+from locality.layers.attention import AttentionMaps, prefix_length
 from locality.layers.grid import Grid
 from locality.layers.position import positional_attention
-
-Stride = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -60,19 +57,6 @@ class LayerView:
     module: nn.Module
     input: Tensor
     maps: AttentionMaps
-
-    @property
-    def key_stride(self) -> Stride:
-        """Distance between neighbouring keys, in query tokens.
-
-        CvT's keys have a coarser grid (§3.2). If attention replaces a convolution of stride s,
-        every s-th token is a query and keys are 1/s apart.
-        """
-        if isinstance(self.module, ConvolutionalAttention):
-            return self.module.k.stride, self.module.k.stride
-        if isinstance(self.module, GatedPositionalSelfAttention):
-            return 1 / self.module.window.stride, 1 / self.module.window.stride
-        return 1, 1
 
 
 _FUSED = (Attention, AttentionRope, EvaAttention)

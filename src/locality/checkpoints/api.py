@@ -240,10 +240,7 @@ def create_model(
     weights: Path | str | None = None,
     *,
     entry: str | None = None,
-    num_classes: int | None = None,
-    in_chans: int | None = None,
     img_size: int | tuple[int, int] | None = None,
-    patch_size: int | None = None,
     features_only: bool = False,
     out_indices: int | tuple[int, ...] | None = None,
     **overrides: Any,
@@ -260,11 +257,11 @@ def create_model(
         pretrained: load the public weights; without a tag in `name`, the model's first.
         weights: a file or folder to load instead, in any format.
         entry: the state dict to load, if `weights` has several.
-        num_classes, in_chans, img_size, patch_size: override the model's defaults.
+        img_size: image size, a number or (height, width); the model's or the weights' by default.
         features_only: return a timm feature extractor, images → list of feature maps (B, C, H, W),
             with `feature_info`, instead of a classifier.
         out_indices: which maps, as in `forward_intermediates`; default the last three.
-        overrides: any other field of the configuration.
+        overrides: fields of the configuration: `num_classes`, `in_chans`, `patch_size`, …
 
     Returns:
         an `ImageClassifier`, or timm's `FeatureGetterNet` around one.
@@ -282,14 +279,7 @@ def create_model(
     if row is not None:
         img_size = row.preprocessing.img_size if img_size is None else img_size
         weights = row.name if pretrained else weights
-    model = factory.build(
-        row.model if row else name,
-        num_classes=num_classes,
-        in_chans=in_chans,
-        img_size=img_size,
-        patch_size=patch_size,
-        **overrides,
-    )
+    model = factory.build(row.model if row else name, img_size=img_size, **overrides)
     if weights is not None:
         load_weights(model, weights, entry)
     if features_only:

@@ -18,7 +18,7 @@ from locality import checks
 from locality.checkpoints.format import Checkpoint
 from locality.data.config import Preprocessing
 from locality.errors import UserError, prefix_errors
-from locality.files import read_json
+from locality.files import read_shaped
 from locality.models.config import CvTConfig, StageConfig
 from locality.models.factory import TimmConfig
 from locality.models.variants import PREFIX, VARIANTS
@@ -74,8 +74,7 @@ def read_described(folder: Path, content: Mapping[str, Any]) -> Checkpoint | Non
         content: content of its config.json.
 
     Returns:
-        a checkpoint without weights, whose `key_map` is "timm" for a timm model; None if the file
-        was written by neither.
+        a checkpoint without weights; None if the file was written by neither.
 
     Raises:
         UserError: if the model is not supported, or the file is invalid.
@@ -110,10 +109,8 @@ def _timm(content: Mapping[str, Any]) -> Checkpoint:
         config = TimmConfig.named(name).with_overrides(**args)
     labels = content.get("label_names") or data.get("label_names")
     classes = class_names(labels, config.num_classes)
-    title, key_map = None, "convit" if getattr(config, "gpsa_layers", 0) else "deit"
-    if isinstance(config, TimmConfig):
-        title, key_map = PREFIX + name, "timm"
-    return Checkpoint(config, {}, title, timm_preprocessing(data), classes, key_map)
+    title = PREFIX + name if isinstance(config, TimmConfig) else None
+    return Checkpoint(config, {}, title, timm_preprocessing(data), classes)
 
 
 def timm_preprocessing(data: Mapping[str, Any]) -> Preprocessing | None:
@@ -183,17 +180,16 @@ def _transformers(folder: Path, content: Mapping[str, Any]) -> Checkpoint:
         activation="gelu",
     )
     classes = class_names(labels, len(labels))
-    return Checkpoint(config, {}, None, prepared, classes, "cvt-transformers")
+    return Checkpoint(config, {}, None, prepared, classes)
 
 
 def _preprocessor(path: Path) -> Preprocessing | None:
     """The preprocessing of transformers' image processor, or None without a file."""
-    if not path.exists():
+    shape = {"image_mean": [float], "image_std": [float], "resample": int}
+    given = read_shaped(path, shape | {"crop_pct?": float, "rescale_factor?": float})
+    if given is None:
         return None
-    given = read_json(path)
     with prefix_errors(path):
-        shape = {"image_mean": [float], "image_std": [float], "resample": int}
-        checks.shaped("it", given, shape | {"crop_pct?": float, "rescale_factor?": float})
         rescales = math.isclose(given.get("rescale_factor", 1 / 255), 1 / 255, rel_tol=1e-6)
         if not (given.get("do_resize", True) and given.get("do_rescale", True) and rescales):
             raise UserError("it must resize images and scale them to 0 … 1")

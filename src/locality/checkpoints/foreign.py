@@ -63,13 +63,12 @@ class _ViT(KeyMap):
     """Base of both ViT key maps: gated blocks, if any, then plain ones."""
 
     families = (ViTConfig,)
-    mark: ClassVar[str]
-    """The tensor that tells one ViT key map from the other, in some block."""
+    gated: ClassVar[bool]
+    """Whether some block has gates."""
 
     def matches(self, state: State) -> bool:
-        marks = (_ConViT.mark, _DeiT.mark)
-        held = [mark for mark in marks if any(name.endswith(mark) for name in state)]
-        return super().matches(state) and held[:1] == [self.mark]
+        gated = any(name.endswith(".attn.gating_param") for name in state)
+        return super().matches(state) and gated == self.gated
 
     def dropped(self, config: ViTConfig) -> dict[str, tuple[int, ...]]:
         # The softmax cancels the bias of `pos_proj`, which is the same for every key. If every
@@ -106,8 +105,8 @@ class _ViT(KeyMap):
                 f"the gated layers must be the first of the {depth} blocks; these weights have "
                 f"them at {gated}"
             )
-        width, _, patch_size, _ = self.require_tensor(state, "patch_embed.weight").shape
-        hidden = len(self.require_tensor(state, "blocks.0.mlp.fc1.weight"))
+        width, _, patch_size, _ = state["patch_embed.proj.weight"].shape
+        hidden = len(state["blocks.0.mlp.fc1.weight"])
         size, class_entry = infer_img_size(state, patch_size, not gated, settings.get("img_size"))
         if gated:
             heads = len(state["blocks.0.attn.gating_param"])
@@ -140,7 +139,7 @@ def _parts(name: str, config: ViTConfig) -> list[str]:
 
 
 class _ConViT(_ViT):
-    mark = ".attn.gating_param"
+    gated = True
 
     def unspecified(self, config: ViTConfig) -> dict[str, Any]:
         unspecified = {} if config.use_pos_embed else {"img_size": config.img_size}
@@ -172,7 +171,7 @@ class _ConViT(_ViT):
 
 
 class _DeiT(_ViT):
-    mark = ".attn.qkv.weight"
+    gated = False
 
     def accepted(self, config: ViTConfig) -> dict[str, tuple[Any, ...]]:
         return {
@@ -216,12 +215,10 @@ class _CvT(KeyMap):
         return count_blocks(state, self.rename(blocks + "0.").removesuffix("0."))
 
     def _infer_stage(self, state: State, stage: str, settings: Mapping[str, Any]) -> StageConfig:
-        width, _, kernel, _ = self.require_tensor(state, f"{stage}embed.conv.weight").shape
+        width, _, kernel, _ = state[self.rename(f"{stage}embed.conv.weight")].shape
         depth = self._count(state, f"{stage}blocks.")
         ratios = tuple(
-            mlp_ratio_of(
-                width, len(self.require_tensor(state, f"{stage}blocks.{index}.mlp.fc1.weight"))
-            )
+            mlp_ratio_of(width, len(state[self.rename(f"{stage}blocks.{index}.mlp.fc1.weight")]))
             for index in range(depth)
         )
         window = state.get(self.rename(f"{stage}blocks.0.attn.q.conv.weight"))
@@ -387,10 +384,9 @@ def detect_key_map(state: State) -> KeyMap:
     found = [row for row in KEY_MAPS.values() if row.matches(state)]
     if len(found) == 1:
         return found[0]
-    titles = [row.title for row in found or KEY_MAPS.values()]
-    if found:
-        raise UserError(f"these weights have names of more than one format: {' and '.join(titles)}")
+    titles = ", ".join(row.title for row in found or KEY_MAPS.values())
     raise UserError(
-        f"these weights are of no known format ({', '.join(titles)}), whose first "
-        f"layers are {', '.join(sorted(STEMS))}; their first tensors are {some(state, quote='')}"
+        f"these weights are of {'more than one' if found else 'no known'} format ({titles}), whose "
+        f"first layers are {', '.join(sorted(STEMS))}; their first tensors are "
+        f"{some(state, quote='')}"
     )

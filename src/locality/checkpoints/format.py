@@ -24,8 +24,7 @@ from locality.data.config import Preprocessing
 from locality.errors import UserError, lookup
 from locality.files import write_atomic
 from locality.models.base import ImageClassifier
-from locality.models.config import CvTConfig, ViTConfig
-from locality.models.factory import TimmConfig, build
+from locality.models.factory import MODELS, build
 from locality.settings import from_dict
 from locality.templates import render
 
@@ -34,11 +33,6 @@ CONFIG = "config.json"
 CARD = "README.md"
 WRAPPER = "locality"
 """Prefix of the tensors in models of `locality.transformers`."""
-
-CONFIG_CLASSES: dict[str, Any] = {
-    config.family: config for config in (ViTConfig, CvTConfig, TimmConfig)
-}
-"""Configuration classes by the family name in files."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +142,8 @@ class Checkpoint:
             )
         checks.shaped("its description", content, {"architecture": dict, "labels?": [str]})
         fields = dict(content["architecture"])
-        family = lookup("family of models", str(fields.pop("family", None)), CONFIG_CLASSES)
+        families = {config.family: config for config in MODELS}
+        family = lookup("family of models", str(fields.pop("family", None)), families)
         config = from_dict(family, fields, "architecture")
         preprocessing = content.get("input")
         if preprocessing is not None:

@@ -22,7 +22,6 @@ from locality.errors import UserError, some
 from locality.models.config import CvTConfig, ViTConfig, token_grid
 from locality.models.factory import build
 from locality.models.variants import VARIANTS
-from locality.settings import from_dict, to_dict
 
 State = Mapping[str, Tensor]
 
@@ -66,18 +65,9 @@ def check_keys(given: State, expected: State, owner: str) -> None:
 
 
 def count_blocks(state: State, prefix: str) -> int:
-    """The number of blocks `prefix0`, `prefix1`, …
-
-    Raises:
-        UserError: if no block is found.
-    """
+    """The number of blocks `prefix0`, `prefix1`, …"""
     pattern = re.compile(rf"{re.escape(prefix)}(\d+)\.")
-    found = {match[1] for name in state if (match := pattern.match(name))}
-    if not found:
-        raise UserError(
-            f"these weights have no tensors {prefix}0.…, needed to infer the architecture"
-        )
-    return len(found)
+    return len({match[1] for name in state if (match := pattern.match(name))})
 
 
 def check_finite(state: State) -> None:
@@ -130,22 +120,18 @@ class KeyMap:
             settings: fields of the configuration set by the caller.
 
         Raises:
-            UserError: if a required tensor is missing, or shapes do not determine the architecture.
+            KeyError: if a required tensor is missing.
+            UserError: if shapes do not determine the architecture.
         """
         fitting = [
             name for name, row in VARIANTS.items() if self._fits(state, row.config, settings)
         ]
         if len(fitting) == 1:
             return VARIANTS[fitting[0]].config
-        how = "--model NAME in training, --variant NAME elsewhere"
-        if fitting:
-            raise UserError(
-                f"these weights fit {' and '.join(fitting)}, which have the same shapes; give the "
-                f"model's name ({how})"
-            )
         raise UserError(
-            f"cannot infer the model from these weights; give the name of the nearest ({how}), and "
-            f"the settings that differ as --set or --model.depth"
+            f"cannot infer the model from these weights (fitting: {', '.join(fitting) or 'none'}); "
+            f"give the nearest by --model NAME in training and --variant NAME elsewhere, and the "
+            f"settings that differ as --set or --model.depth"
         )
 
     def _fits(self, state: State, config: Any, settings: Mapping[str, Any]) -> bool:
@@ -252,7 +238,7 @@ class KeyMap:
                 check_config_class(family, like)
         found = self.infer(state, settings) if like is None else like
         found = self._with_interface(state, found, settings.get("img_size"))
-        return override_config(found, settings)
+        return found.with_overrides(**settings)
 
     def _with_interface(self, state: State, like: Any, img_size: Any) -> Any:
         """`like`, with classes, channels and image size (`img_size`, if given) of the weights."""
@@ -272,18 +258,6 @@ class KeyMap:
     def _channels(self, stem: Tensor, like: Any) -> int:
         """The number of channels that a first layer with this weight takes."""
         return stem.shape[1]
-
-    def require_tensor(self, state: State, name: str) -> Tensor:
-        """The tensor with native name `name`.
-
-        Raises:
-            UserError: if it is missing.
-        """
-        if self.rename(name) not in state:
-            raise UserError(
-                f"these weights have no {self.rename(name)}, needed to infer the architecture"
-            )
-        return state[self.rename(name)]
 
 
 NATIVE = KeyMap("locality", "locality's")
@@ -312,16 +286,6 @@ def format_settings(settings: Mapping[str, Any]) -> str:
     """Settings and their values in the syntax of `--set`."""
     shown = {name: json.dumps(value, separators=(",", ":")) for name, value in settings.items()}
     return ", ".join(f"{name}={value}" for name, value in shown.items()).replace('"', "")
-
-
-def override_config(config: Any, settings: Mapping[str, Any]) -> Any:
-    """`config` with some fields changed, each converted to its type.
-
-    Raises:
-        UserError: for an unknown field (suggesting the nearest) or an invalid value.
-    """
-    # Values from the command line may have any type.
-    return from_dict(type(config), to_dict(config.with_overrides(**settings)), "architecture")
 
 
 def check_config_class(expected: Any, like: Any) -> None:

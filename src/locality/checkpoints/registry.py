@@ -162,8 +162,11 @@ def detect_kind(what: Path | str, entry: str | None = None) -> Kind:
             source other than a path.
     """
     kind = _kind(what)
-    if kind != "path":
-        check_no_entry(what, entry)
+    if kind != "path" and entry is not None:
+        raise UserError(
+            f"{what} holds one set of weights and has no entry '{entry}'; only a PyTorch "
+            f"checkpoint may hold several"
+        )
     return kind
 
 
@@ -176,10 +179,8 @@ def _kind(what: Path | str) -> Kind:
     path, name = Path(what), str(what)
     if is_run_folder(path):
         return "run"
-    if path.is_dir() and not any((path / file).exists() for file in WEIGHT_FILES):
-        raise FileNotFoundError(
-            f"{path} holds no weights: it has no {' and no '.join(WEIGHT_FILES)}"
-        )
+    if path.is_dir():
+        weight_file(path)
     if path.exists():
         return "graph" if path.suffix == ".onnx" else "path"
     if re.match(r"\w+://", name):
@@ -212,17 +213,16 @@ def missing(path: Path) -> FileNotFoundError:
     return FileNotFoundError(f"file or folder {path} does not exist{suggestion}")
 
 
-def check_no_entry(what: Path | str, entry: str | None) -> None:
-    """Check that no state dict is selected in a source with only one.
+def weight_file(folder: Path) -> Path:
+    """The file of weights in a folder.
 
     Raises:
-        UserError: if `entry` is given.
+        FileNotFoundError: if it has none.
     """
-    if entry is not None:
-        raise UserError(
-            f"{what} holds one set of weights and has no entry '{entry}'; only a PyTorch "
-            f"checkpoint may hold several"
-        )
+    for name in WEIGHT_FILES:
+        if (folder / name).exists():
+            return folder / name
+    raise FileNotFoundError(f"{folder} holds no weights: it has no {' and no '.join(WEIGHT_FILES)}")
 
 
 def check_target(target: Path, to: str, overwrite: bool) -> None:

@@ -19,14 +19,9 @@ from huggingface_hub.errors import RemoteEntryNotFoundError
 from torch import Tensor
 
 from locality.checkpoints.beside import PREPROCESSOR, read_described, timm_preprocessing
-from locality.checkpoints.foreign import KEY_MAPS, STEMS, TIMM, detect_key_map
+from locality.checkpoints.foreign import STEMS, TIMM, detect_key_map
 from locality.checkpoints.format import CARD, CONFIG, WRAPPER, Checkpoint
-from locality.checkpoints.key_map import (
-    State,
-    format_settings,
-    meta_state_dict,
-    override_config,
-)
+from locality.checkpoints.key_map import State, format_settings, meta_state_dict
 from locality.checkpoints.registry import (
     FORMAT,
     HUB_FILES,
@@ -34,12 +29,12 @@ from locality.checkpoints.registry import (
     WEIGHT_SUFFIXES,
     WEIGHTS,
     Source,
-    check_no_entry,
     detect_kind,
     read_class_names,
     read_result,
     read_run_settings,
     source,
+    weight_file,
 )
 from locality.checkpoints.run_state import load_best_state
 from locality.checkpoints.safe_load import read_state, several_entries
@@ -97,11 +92,16 @@ def read(
         found = _from_hub(name, like, settings)
     if settings:
         with prefix_errors(what):
-            config = override_config(found.config, settings)
+            config = found.config.with_overrides(**settings)
             found = replace(found, config=config, name=identify(config)[0])
     if variant is None:
         return found
-    _check_variant(found.config, like, variant, what, settings)
+    if type(like) is not type(found.config):
+        raise UserError(f"{what} does not hold {variant}, but a model of another family")
+    if differing := signature_diff(found.config, like.with_overrides(**settings)):
+        fields = ", ".join(f"{name}={theirs!r}" for name, (theirs, _) in differing.items())
+        held = identify(found.config)[0] or f"a model with {fields}"
+        raise UserError(f"{what} holds {held}, not {variant}")
     # timm's statistics are for its own number of channels.
     same = isinstance(like, TimmConfig) and like.in_chans == found.config.in_chans
     if same and found.preprocessing is None:
@@ -139,17 +139,12 @@ def _from_weights(
         alone: ignore a config.json in the folder.
     """
     if path.is_dir():
-        files = [file for name in WEIGHT_FILES if (file := path / name).exists()]
-        if not files:
-            raise FileNotFoundError(f"{path} has no {WEIGHTS}; it holds no weights")
-        path = files[0]
+        path = weight_file(path)
     description, described = path.with_name(CONFIG), None
     content: Any = None
     if path.name in WEIGHT_FILES and description.exists() and not alone:
         content = read_json(description)
     own = content is not None and content.get("format") == FORMAT
-    if own and path.name == WEIGHTS:
-        check_no_entry(path, entry)
     if content is not None and not own:
         with prefix_errors(description), wrap_errors("it is damaged", Exception):
             described = read_described(path.parent, content)
@@ -157,8 +152,6 @@ def _from_weights(
             _log.warning(f"{description} is ignored: it is not of locality, timm or transformers")
     state, metadata = read_state(path, entry)
     if own or FORMAT in metadata:
-        if not own:
-            check_no_entry(path, entry)
         state = {name.removeprefix(f"{WRAPPER}."): tensor for name, tensor in state.items()}
         with prefix_errors(description if own else path):
             if not own:
@@ -166,15 +159,14 @@ def _from_weights(
             return Checkpoint.from_description(content, state)
     if described is None:
         return _from_state(_unwrap(state, path, like), path, like, settings, alone)
-    what = f"{path}, with the model of its {CONFIG}"
-    with prefix_errors(what):
-        config = override_config(described.config, settings)
-    key_map = TIMM if isinstance(config, TimmConfig) else KEY_MAPS[described.key_map]
-    state = _unwrap(state, path, config)
-    with prefix_errors(what):
+    state = _unwrap(state, path, described.config)
+    with prefix_errors(f"{path}, with the model of its {CONFIG}"):
+        config = described.config.with_overrides(**settings)
+        key_map = TIMM if isinstance(config, TimmConfig) else detect_key_map(state)
         state = key_map.to_native(state, config)
     name, config = identify(config)
-    return replace(described, config=config, state=state, name=name or described.name)
+    name = name or described.name
+    return replace(described, config=config, state=state, name=name, key_map=key_map.name)
 
 
 def _from_state(
@@ -186,7 +178,7 @@ def _from_state(
     """
     if isinstance(like, TimmConfig):
         like = replace(like, gpsa="")  # attention replaces convolutions after loading
-    shapes = "its tensors have the names of a model, but other shapes"
+    shapes = "its tensors have the names of a model, but some are missing or have other shapes"
     wrong = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
     with prefix_errors(path), wrap_errors(shapes, *wrong):
         key_map = TIMM if isinstance(like, TimmConfig) else detect_key_map(state)
@@ -290,18 +282,6 @@ def locate_weights(row: Source) -> Path:
     ) from causes[0]
 
 
-def _check_variant(
-    found: Any, like: Any, variant: str, what: Path | str, settings: Mapping[str, Any]
-) -> None:
-    """Check that weights of configuration `found` are those of a `variant`, configured `like`."""
-    if type(like) is not type(found):
-        raise UserError(f"{what} does not hold {variant}, but a model of another family")
-    if differing := signature_diff(found, override_config(like, settings)):
-        fields = ", ".join(f"{name}={theirs!r}" for name, (theirs, _) in differing.items())
-        held = identify(found)[0] or f"a model with {fields}"
-        raise UserError(f"{what} holds {held}, not {variant}")
-
-
 def _from_hub(name: str, like: Any, settings: Mapping[str, Any]) -> Checkpoint:
     try:
         with offline_unless_reachable():
@@ -314,8 +294,7 @@ def _from_hub(name: str, like: Any, settings: Mapping[str, Any]) -> Checkpoint:
     try:
         return _from_weights(Path(folder), like, None, settings)
     except (FileNotFoundError, UserError) as error:
-        kind = UserError if isinstance(error, UserError) else FileNotFoundError
-        raise kind(str(error).replace(str(folder), name)) from error
+        raise type(error)(str(error).replace(str(folder), name)) from error
 
 
 def graph_not_model(graph: str) -> UserError:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
 from locality.checkpoints.safe_load import unpickle
-from locality.errors import CheckpointNotSaved, NonFiniteWeights, RunFailed, UserError
+from locality.errors import CheckpointNotSaved, NonFiniteWeights, RunFailed, UserError, one_line
 from locality.files import atomic_file, open_file
 
 LAST = "last.ckpt"
@@ -130,11 +130,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             if not state.keys() >= _KEYS:
                 raise KeyError(*_KEYS - state.keys())
             return state
-        except UserError as error:
-            raise DamagedCheckpoint(str(error)) from error
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise DamagedCheckpoint(
-                f"checkpoint {path} does not hold the state of a run"
+                f"checkpoint {path} does not hold the state of a run: {one_line(error)}"
             ) from error
 
 

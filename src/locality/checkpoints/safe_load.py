@@ -106,10 +106,7 @@ def read_safetensors(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str
         header = opened.read(length)
     # The header is JSON with one object per tensor.
     if header.count(b"{") > _MAX_TENSORS:
-        raise UserError(
-            f"{path} was refused: its header is of more than {_MAX_TENSORS:,} tensors, more than "
-            f"any model needs"
-        )
+        raise _too_many(path, "tensors")
     damaged = f"{path} is damaged or truncated"
     with wrap_errors(damaged, Exception), safe_open(str(path), framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -181,6 +178,10 @@ def _unsafe_global(path: Path | str, name: str) -> UserError:
     )
 
 
+def _too_many(path: Path | str, what: str) -> UserError:
+    return UserError(f"{path} was refused: it has more {what} than any model's weights need")
+
+
 def _scan_pickle(file: IO[bytes], path: Path | str) -> None:
     """Check that a pickle takes little time and memory."""
     program = file.read(_MAX_PICKLE_BYTES)
@@ -208,15 +209,9 @@ def _scan_pickle(file: IO[bytes], path: Path | str) -> None:
                 raise _unsafe_global(path, str(argument).replace(" ", "."))
             machine.step(code, argument)
             if count >= _MAX_OPCODES or tuples > _MAX_TUPLES or machine.hashed > _MAX_HASHED:
-                raise UserError(
-                    f"{path} was refused: it is a pickle of more than {_MAX_OPCODES:,} operations "
-                    f"or {_MAX_HASHED:,} keys that are not text, more than any model's weights need"
-                )
+                raise _too_many(path, "operations or keys that are not text")
     if stream.tell() == _MAX_PICKLE_BYTES:
-        raise UserError(
-            f"{path} was refused: it is a pickle of more than {_MAX_PICKLE_BYTES:,} bytes "
-            f"besides its tensors"
-        )
+        raise _too_many(path, "bytes besides its tensors")
 
 
 class _Machine:

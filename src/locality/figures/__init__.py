@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +33,7 @@ class NamedFigure:
     @property
     def draw(self) -> Callable[..., Figure]:
         """The drawing function, called with (runs), (models, images) or (images)."""
-        module, _, name = self.function.partition(":")
-        return getattr(importlib.import_module(f"locality.figures.{module}"), name)
+        return pkgutil.resolve_name(f"locality.figures.{self.function}")
 
 
 FIGURES: dict[str, NamedFigure] = {

@@ -17,6 +17,7 @@ import torch
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
+from locality.errors import UserError
 from locality.layers.conv_init import (
     attention_centres,
     convolution_window,
@@ -55,6 +56,9 @@ class AttentionMaps:
         prefix_tokens: number of class tokens before the patches, in rows and columns.
         query, key: (B, h, queries, d) and (B, h, keys, d); content scores are query @ keyᵀ (the
             query is already scaled).
+        key_stride: distance between neighbouring keys, in query tokens. CvT's keys have a coarser
+            grid (CvT §3.2). If attention replaces a convolution of stride s, every s-th token is a
+            query and keys are 1/s apart.
     """
 
     mixed: Tensor
@@ -66,6 +70,7 @@ class AttentionMaps:
     prefix_tokens: int
     query: Tensor
     key: Tensor
+    key_stride: tuple[float, float] = (1, 1)
 
 
 def prefix_length(tokens: int, grid: Grid) -> int:
@@ -297,8 +302,9 @@ class GatedPositionalSelfAttention(BasePositionalAttention):
         q = self._select_queries(q, grid) / math.sqrt(self.head_dim)
         position = positional_attention(self.v_pos, grid, self.window)
         mixed = (1 - gate) * content + gate * position
-        query_grid = self.window.grid(grid)
-        return AttentionMaps(mixed, content, position, gate.flatten(), query_grid, grid, 0, q, k)
+        queries, apart = self.window.grid(grid), (1 / self.window.stride,) * 2
+        gates = gate.flatten()
+        return AttentionMaps(mixed, content, position, gates, queries, grid, 0, q, k, apart)
 
     @classmethod
     @torch.no_grad()
@@ -320,10 +326,10 @@ class GatedPositionalSelfAttention(BasePositionalAttention):
                 fall like e^−λ.
 
         Raises:
-            ValueError: if attention cannot compute `conv`, or if λ ≤ 0.
+            UserError: if attention cannot compute `conv`, or if λ ≤ 0.
         """
         if not gating > 0:
-            raise ValueError(f"gating must be above 0, not {gating}")
+            raise UserError(f"gating must be above 0, not {gating}")
         window = convolution_window(conv)
         heads, width = window.kernel**2 + 1, min(conv.in_channels, conv.out_channels)
         layer = cls(
@@ -366,26 +372,17 @@ class GatedPositionalSelfAttention(BasePositionalAttention):
             conv: k×k with k² ≤ h, this layer's width in and out, stride 1, same padding.
 
         Raises:
-            ValueError: if the kernel needs more heads, other widths, a stride or other padding.
+            UserError: if the kernel needs more heads, other widths, a stride or other padding.
         """
         window = convolution_window(conv)
-        if window.stride > 1 or window.before + window.after != window.kernel - 1:
-            raise ValueError(
-                f"a {window.kernel}×{window.kernel} convolution with stride {window.stride} and "
-                f"padding {conv.padding} changes the size of the grid; use stride 1 and "
-                'padding="same"'
-            )
         offsets = window_offsets(window).to(self.v_pos)
-        heads = len(offsets)
-        if heads > self.num_heads:
-            raise ValueError(
-                f"a {window.kernel}×{window.kernel} kernel needs {heads} heads, "
-                f"this layer has {self.num_heads}"
-            )
-        if (conv.in_channels, conv.out_channels) != (self.dim, self.out_dim):
-            raise ValueError(
-                f"the convolution maps {conv.in_channels} to {conv.out_channels} channels, "
-                f"this layer {self.dim} to {self.out_dim}; they must agree"
+        heads, widths = len(offsets), (conv.in_channels, conv.out_channels)
+        same_grid = window.stride == 1 and window.before + window.after == window.kernel - 1
+        if not same_grid or heads > self.num_heads or widths != (self.dim, self.out_dim):
+            raise UserError(
+                f"a layer with {self.num_heads} heads from {self.dim} to {self.out_dim} channels "
+                f"cannot start from {conv}, which needs {heads} heads; both must have the same "
+                f"channels, and the convolution stride 1 and padding='same'"
             )
         wanted_outputs, wanted_values = factorised(conv, self.value_dim)
         rank = wanted_values.shape[1]

@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from locality.errors import UserError
 from locality.layers.grid import Window
 
 Weighted = TypeVar("Weighted", nn.Linear, nn.Conv2d)
@@ -123,25 +124,21 @@ def convolution_window(conv: nn.Conv2d) -> Window:
     """The query positions and zero padding with which attention can compute a convolution.
 
     Raises:
-        ValueError: if the kernel or stride is not square, the convolution is dilated, or its
+        UserError: if the kernel or stride is not square, the convolution is dilated, or its
             padding moves the kernel's centre off the grid.
     """
     (height, width), (down, right) = conv.kernel_size, conv.stride
-    if height != width or down != right:
-        raise ValueError(
-            f"kernel and stride must be square, not {height}×{width} and {down}×{right}"
-        )
-    if conv.dilation != (1, 1):
-        raise ValueError(f"the dilation must be 1, not {conv.dilation[0]}×{conv.dilation[1]}")
+    if height != width or down != right or conv.dilation != (1, 1):
+        raise UserError(f"kernel and stride must be square and the dilation 1, not as in {conv}")
     before, after = (height - 1) // 2, height // 2
     if conv.padding == "valid":
         before = after = 0
     elif not isinstance(conv.padding, str):
         rows, columns = conv.padding
         if rows != columns or rows > before:
-            raise ValueError(
-                f"the padding of a {height}×{width} kernel must be 0 to {before} on all sides, so "
-                f"that its centre stays on the grid, not {rows}×{columns}"
+            raise UserError(
+                f"the padding must be 0 to {before} on all sides, not as in {conv}; the kernel's "
+                f"centre would leave the grid"
             )
         before = after = rows
     return Window(height, down, before, after)

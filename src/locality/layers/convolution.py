@@ -52,21 +52,14 @@ class ConvolutionalEmbedding(nn.Module):
         in_chans: channels of the image or token map.
         dim: token width C.
         kernel_size, stride, padding: the convolution's.
-        norm_eps: epsilon of the LayerNorm.
     """
 
     def __init__(
-        self,
-        in_chans: int,
-        dim: int,
-        kernel_size: int,
-        stride: int,
-        padding: int,
-        norm_eps: float = 1e-5,
+        self, in_chans: int, dim: int, kernel_size: int, stride: int, padding: int
     ) -> None:
         super().__init__()
         self.conv = nn.Conv2d(in_chans, dim, kernel_size, stride, padding)
-        self.norm = nn.LayerNorm(dim, eps=norm_eps)
+        self.norm = nn.LayerNorm(dim, eps=1e-5)
 
     def forward(self, image: Tensor) -> Tensor:
         """(B, C_in, H_in, W_in) → tokens (B, N, C) on the grid of Eq. 1."""
@@ -128,8 +121,7 @@ class Projection(nn.Module):
         super().__init__()
         checks.typed("projection", projection, ProjectionName)
         check_kernel(kernel_size)
-        if stride < 1:
-            raise UserError(f"the stride of a projection must be at least 1, not {stride}")
+        checks.integer("stride", stride, 1)
         self.projection = projection
         self.stride = 1 if projection == "linear" else stride
         padding = kernel_size // 2 if padding is None else padding
@@ -244,9 +236,9 @@ class ConvolutionalAttention(nn.Module):
         )
         content = (q @ k.transpose(-2, -1) * self.scale).softmax(dim=-1)
         prefix = prefix_length(x.shape[1], grid)
-        key_grid = self.k.grid(grid)
+        key_grid, apart = self.k.grid(grid), (self.k.stride, self.k.stride)
         q = q * self.scale
-        return AttentionMaps(content, content, None, None, grid, key_grid, prefix, q, k)
+        return AttentionMaps(content, content, None, None, grid, key_grid, prefix, q, k, apart)
 
     def _class_token_query(self, x: Tensor, image: Tensor) -> Tensor:
         if not self.training:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from locality.errors import UserError
+from locality.layers.conv_init import trunc_normal_init_
 from locality.layers.grid import Grid
 from locality.models.config import Architecture, to_2tuple
 
@@ -87,11 +88,6 @@ class ImageClassifier(nn.Module):
             fused._fuse()
         fused.fused = True
         return fused
-
-    @property
-    def fuses(self) -> bool:
-        """Whether `fuse` changes anything."""
-        return False
 
     def _fuse(self) -> None:
         """Fuse in place."""
@@ -309,7 +305,4 @@ def make_head(width: int, num_classes: int) -> nn.Module:
     """A linear classifier with truncated-normal weights and zero bias; identity for 0 classes."""
     if num_classes == 0:
         return nn.Identity()
-    head = nn.Linear(width, num_classes)
-    nn.init.trunc_normal_(head.weight, std=0.02)
-    nn.init.zeros_(head.bias)
-    return head
+    return trunc_normal_init_(nn.Linear(width, num_classes))

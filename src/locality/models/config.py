@@ -572,13 +572,9 @@ def _with_embedding(stage: StageConfig, embedding: str) -> StageConfig:
     """The stage with a convolutional or a patch embedding of the same stride (Table 6)."""
     checks.typed("embedding", embedding, _SHORTHANDS["embedding"].hint)
     stride = stage.embed_stride
-    kernel, padding = (stride, 0) if embedding == "patch" else overlapping_embedding(stride)
+    # The paper's are 7 and 2 for stride 4, 3 and 1 for 2. Stride 1, which is not in the paper, gets
+    # 3 and 1, so that tokens overlap.
+    kernel, padding = max(3, 2 * stride - 1), max(1, stride // 2)
+    if embedding == "patch":
+        kernel, padding = stride, 0
     return dataclasses.replace(stage, embed_kernel=kernel, embed_padding=padding)
-
-
-def overlapping_embedding(stride: int) -> tuple[int, int]:
-    """Kernel and padding of the paper's token embeddings: 7 and 2 for stride 4, 3 and 1 for 2.
-
-    Stride 1, which is not in the paper, gets 3 and 1, so that tokens overlap.
-    """
-    return max(3, 2 * stride - 1), max(1, stride // 2)

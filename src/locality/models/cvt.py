@@ -67,14 +67,8 @@ class Stage(nn.Module):
         super().__init__()
         width = config.embed_dim
         self.native_grid = grid
-        self.embed = ConvolutionalEmbedding(
-            in_chans,
-            width,
-            config.embed_kernel,
-            config.embed_stride,
-            config.embed_padding,
-            norm_eps=_NORM_EPS,
-        )
+        kernel, stride, padding = config.embed_kernel, config.embed_stride, config.embed_padding
+        self.embed = ConvolutionalEmbedding(in_chans, width, kernel, stride, padding)
         patches = grid[0] * grid[1]
         self.pos_embed = base.embedding(patches, width) if config.use_pos_embed else None
         self.cls_token = base.embedding(1, width) if class_token else None
@@ -129,11 +123,6 @@ class ConvolutionalVisionTransformer(ImageClassifier):
         self.norm = nn.LayerNorm(width, eps=_NORM_EPS)
         self.head_drop = nn.Dropout(config.drop_rate)
         self.head = base.make_head(width, config.num_classes)
-
-    @property
-    def fuses(self) -> bool:
-        """Whether `fuse` changes anything."""
-        return True
 
     def _fuse(self) -> None:
         """Fold BatchNorm into the convolution before it, and QuickGELU's slope into its MLP."""

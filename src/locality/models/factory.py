@@ -24,7 +24,7 @@ from locality.models.cvt import ConvolutionalVisionTransformer
 from locality.models.initialisations import GATING, INITIALISATIONS, STRENGTH, replace_convolutions
 from locality.models.variants import PREFIX, VARIANTS, variant
 from locality.models.vit import VisionTransformer
-from locality.settings import check, setting, to_dict, with_role
+from locality.settings import check, differences, setting, with_role
 
 Scalar = str | bool | int | float | None
 
@@ -211,11 +211,12 @@ class TimmModel(ImageClassifier):
             raise UserError(f"{PREFIX}{self.config.name} has no gradient checkpointing") from error
 
 
-_MODELS: dict[type, Any] = {
+MODELS: dict[Any, Any] = {
     ViTConfig: VisionTransformer,
     CvTConfig: ConvolutionalVisionTransformer,
     TimmConfig: TimmModel,
 }
+"""Model classes by the configuration class of their family."""
 
 
 def named(name: str, fields: dict[str, Any]) -> Any:
@@ -237,12 +238,10 @@ def describe(config: Any, name: str | None = None) -> tuple[str, dict[str, Any]]
         config: configuration of any family.
         name: the model it was made from; by default the one that differs least.
     """
-    plain, interface = to_dict(config), with_role(type(config), "interface")
+    interface = with_role(type(config), "interface")
 
     def differing(other: Any) -> dict[str, Any]:
-        before = to_dict(other)
-        changed = {n: value for n, value in plain.items() if value != before[n]}
-        return {n: value for n, value in changed.items() if n not in interface}
+        return {n: value for n, _, value in differences(other, config) if n not in interface}
 
     if isinstance(config, TimmConfig):
         fields = differing(TimmConfig.named(config.name))
@@ -271,11 +270,9 @@ def build(model: str | Architecture | TimmConfig, **overrides: Any) -> ImageClas
         built = build(named(model, fields))
         built.variant = model
         return built
-    if type(model) not in _MODELS:
-        raise UserError(
-            f"cannot build a model from a {type(model).__name__}; give a name or a configuration"
-        )
-    made = _MODELS[type(model)](model.with_overrides(**fields))
+    if type(model) not in MODELS:
+        raise UserError(f"a model is built from a name or a configuration, not from {model!r}")
+    made = MODELS[type(model)](model.with_overrides(**fields))
     start = INITIALISATIONS.get(getattr(made.config, "init", ""))
     if start is not None and not next(made.parameters()).is_meta:
         start(made)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from locality import checks
-from locality.errors import UserError, unknown, wrap_errors
+from locality.errors import UserError, prefix_errors, unknown
 from locality.layers import (
     BasePositionalAttention,
     ConvolutionalAttention,
@@ -232,7 +232,7 @@ def replace_convolutions(
         conv = model.get_submodule(name)
         if type(conv) is not nn.Conv2d or conv.padding_mode != "zeros":
             raise UserError(f"{name} is a {type(conv).__name__}, not a plain zero-padded Conv2d")
-        with wrap_errors(f"{name} cannot be replaced by attention", ValueError):
+        with prefix_errors(f"{name} cannot be replaced by attention"):
             attn = GatedPositionalSelfAttention.from_conv2d(conv, strength, gating)
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, ImageAttention(attn).train(model.training))

@@ -114,24 +114,22 @@ class Pair:
         return max(self.over_runs.p_value(), self.over_images.p_value())
 
 
-def pairs_of(candidates: Sequence[Candidate]) -> list[Pair]:
-    """All pairs of candidates, sorted by accuracy, on the runs and images they share."""
+def pairs_of(candidates: Sequence[Candidate]) -> list[tuple[Pair, bool]]:
+    """All pairs of candidates, sorted by accuracy, on the runs and images they share; and whether
+    their difference is significant, with Holm's correction for all pairs."""
     pairs = []
     for one, other in combinations(candidates, 2):
         runs = paired_difference(one.top1(1), other.top1(1), shared=one.shared)
         images = paired_difference(one.right, other.right)
         if runs is not None and images is not None:
             pairs.append(Pair(one.label, other.label, runs, images))
-    return pairs
+    return list(zip(pairs, holm([pair.p_value for pair in pairs]), strict=True))
 
 
-def conclusion(
-    candidates: Sequence[Candidate], pairs: Sequence[Pair], decided: Sequence[bool]
-) -> str:
+def conclusion(candidates: Sequence[Candidate], pairs: Sequence[tuple[Pair, bool]]) -> str:
     """A sentence on the most accurate model."""
     best = candidates[0]
-    own = [(pair, sure) for pair, sure in zip(pairs, decided, strict=True)
-           if pair.first == best.label]  # fmt: skip
+    own = [(pair, sure) for pair, sure in pairs if pair.first == best.label]
     beaten = join_names([pair.second for pair, sure in own if sure])
     open_ = [pair for pair, sure in own if not sure]
     reached = f"{best.label} has the highest accuracy, {format_share(best.accuracy)}%"
@@ -144,12 +142,6 @@ def conclusion(
     more = "more runs" if 2 * fewest > len(open_) else "more images to evaluate on"
     above = f" and is above {beaten}, but" if beaten else ", but"
     return f"{reached}{above} the difference from {rest} is not significant; {more} may decide it."
-
-
-def below_baseline_remark(candidates: Sequence[Candidate], groups: Sequence[RunGroup]) -> str:
-    """Advice if the most accurate model is below a baseline; otherwise ""."""
-    said = candidates[0].below(1.0, baselines_at(groups, 1.0))
-    return f"Even the best model, {said}: {ADVICE}." if said else ""
 
 
 def short_runs_remark(candidates: Sequence[Candidate]) -> str:
@@ -229,8 +221,9 @@ def build_comparison(
     found = [Candidate(one.label, one.runs, shared, milliseconds.get(one.model)) for one in groups]
     found.sort(key=lambda each: -each.accuracy.mean)
     pairs = pairs_of(found)
-    decided = holm([pair.p_value for pair in pairs])
-    said = conclusion(found, pairs, decided)
+    said = conclusion(found, pairs)
+    baselines = baselines_at(groups, 1.0)
+    below = found[0].below(1.0, baselines)
     drawn = any(len(run.curve) > 1 for run in found[0].at(1.0))  # a curve needs two evaluations
     html = render(
         "locality.report",
@@ -238,10 +231,10 @@ def build_comparison(
         FILTERS,
         title=f"Which model for {groups[0].dataset_name}?",
         said=said,
-        baselines=baselines_at(groups, 1.0),
+        baselines=baselines,
         remarks=[
             f"{waiting} of {waiting + len(folders)} runs have not finished." * bool(waiting),
-            below_baseline_remark(found, groups),
+            f"Even the best model, {below}: {ADVICE}." * bool(below),
             short_runs_remark(found),
             more_images_remark(found[0]),
         ],
@@ -251,7 +244,7 @@ def build_comparison(
         candidates=found,
         result=found[0].at(1.0)[0].result,
         evaluated=len(found[0].right),
-        pairs=list(zip(pairs, decided, strict=True)),
+        pairs=pairs,
         classes=_classes(found),
         max_classes=_MAX_CLASSES,
         accuracy=charts.chart(charts.draw_accuracy, groups),

@@ -264,17 +264,15 @@ def _maps(pictures: Pictures, image: int) -> list[dict[str, Any]]:
             "layer": index + 1,
             "box": _box(layer),
             "heads": [
-                (data_url(maps.map_to_rgb(found)), gate)
-                for found, gate in zip(
-                    maps_of,
-                    [None] * _HEADS if layer.gates is None else layer.gates.tolist(),
-                    strict=False,
+                (
+                    data_url(maps.map_to_rgb(found)),
+                    None if layer.gates is None else float(layer.gates[head]),
                 )
+                for head, found in enumerate(layer.mixed[image][:_HEADS])
             ],
         }
         for index, layer in enumerate(pictures.layers)
         if index in chosen
-        for maps_of in [layer.mixed[image][:_HEADS]]
     ]
 
 
