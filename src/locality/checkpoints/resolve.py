@@ -242,7 +242,7 @@ def _from_public(name: str) -> Checkpoint:
     row = source(name)
     like = named(row.model, {"img_size": row.preprocessing.img_size})
     checkpoint = _from_weights(locate_weights(row), like, None, {}, alone=True)
-    return replace(checkpoint, name=row.model, preprocessing=row.preprocessing)
+    return replace(checkpoint, name=row.model, preprocessing=row.preprocessing, described=True)
 
 
 def cache_dir() -> Path:
