@@ -189,7 +189,7 @@ class Loop:
             with self.fabric.no_backward_sync(parts.forward, enabled=not last and not is_single):
                 with self.resolved.autocast():
                     outputs = parts.forward(images)
-                loss = parts.objective.loss(outputs, targets, images)
+                    loss = parts.objective.loss(outputs, targets, images)
                 total = parts.objective.batch_metrics(loss, outputs, targets) + total
                 if last:
                     # Before the backward pass, to overlap with it.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +32,6 @@ class Objective:
         augment: settings of mixup and cutmix.
         num_classes: number of classes.
         teacher: for distillation; the student's images → logits.
-        autocast: the autocast context of the teacher.
         class_weights: (classes,), weights of the classes in the cross entropy.
     """
 
@@ -42,7 +39,6 @@ class Objective:
     augment: AugmentConfig
     num_classes: int
     teacher: Teacher | None = None
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     class_weights: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -67,7 +63,7 @@ class Objective:
         return (images, labels) if self._mixup is None else self._mixup(images, labels)
 
     def loss(self, outputs: Tensor, targets: Tensor, images: Tensor) -> Tensor:
-        """The mean loss of a batch, a float32 scalar.
+        """The mean loss of a batch, a float32 scalar; the caller's autocast applies to the teacher.
 
         Args:
             outputs: logits of the model, (B, classes).
@@ -93,8 +89,7 @@ class Objective:
 
     def _distillation(self, logits: Tensor, images: Tensor) -> Tensor:
         assert self.teacher is not None
-        with self.autocast():
-            teacher = self.teacher(images).float()
+        teacher = self.teacher(images).float()
         if self.config.distillation == "hard":
             return F.cross_entropy(logits, teacher.argmax(dim=1))
         # The factor τ² keeps the scale of the gradients (Hinton et al., 2015).

@@ -83,7 +83,7 @@ class Components:
         if config.objective.class_weights:
             weights = class_weights(run.splits.train.labels, len(classes)).to(fabric.device)
         self.objective = self.objective_class(
-            config.objective, config.augment, len(classes), teacher, run.autocast, weights
+            config.objective, config.augment, len(classes), teacher, weights
         )
         module: Any = self.module()
         module = torch.compile(module) if engine.compile else module
