@@ -205,10 +205,11 @@ def test_loading_and_computing_share_a_processor_and_not_a_gpu(monkeypatch):
     assert cost(8, 3, 2, False).training == 4
     assert cost(2, 3, 0, True).evaluating == 3
     # On two of four cores, steps lose half of the workers' time, and both decode.
-    assert cost(2, 3, 0, True, decoding=6).first_extra == 6
-    assert cost(2, 3, 2, True, decoding=6).first_extra == 6
-    assert cost(2, 3, 8, True, decoding=6).first_extra == 24
-    assert cost(2, 3, 8, False, decoding=6).first_extra == 6
+    first = 2 + 6  # to load and decode the validation image
+    assert cost(2, 3, 0, True, decoding=6).seconds(0, 0) == first + 6
+    assert cost(2, 3, 2, True, decoding=6).seconds(0, 0) == first + 6
+    assert cost(2, 3, 8, True, decoding=6).seconds(0, 0) == first + 24
+    assert cost(2, 3, 8, False, decoding=6).seconds(0, 0) == first + 6
 
 
 def test_what_is_decoded_once_takes_time_once(tmp_path, monkeypatch):

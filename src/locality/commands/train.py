@@ -61,8 +61,8 @@ def train(arguments: Sequence[str], command: str = "train") -> None:
     if options.fit is not None and not options.quiet and first:
         print(options.fit, file=sys.stderr)
     if options.dry_run:
-        measured = None if options.fit is None else options.fit.images_per_second
-        print(training.dry_run(config, folder, options.images_per_second or measured))
+        measured = None if options.fit is None else options.fit.cost
+        print(training.dry_run(config, folder, options.images_per_second, measured))
         return
     if options.record:
         from locality.analysis.recording import check_observable, record

@@ -81,11 +81,6 @@ class AutoFit:
     def __str__(self) -> str:
         return "\n".join(self.reasons)
 
-    @property
-    def images_per_second(self) -> float | None:
-        """Training speed on this machine; None if not measured."""
-        return None if self.cost is None else 1 / self.cost.training
-
     def lengthened(self, steps: int, seconds: float) -> RunConfig:
         """The run with the length that fits the time left, which may be shorter.
 
@@ -164,11 +159,10 @@ def measured(name: str, changes: Mapping[str, Any], splits: DataSplits | None = 
             "--print_config > run.yaml` in one process, then start all with --config run.yaml"
         )
     cost = measure_cost(run)
-    chosen = dict(changes)
-    if cost.loading > cost.computing / 4:
-        chosen.setdefault("data.workers", min(machine.processors(), 8))
-    workers = adjusted(name, chosen).data.workers * run.world_size
-    return chosen, replace(cost, workers=workers)
+    if "data.workers" in changes or cost.loading <= cost.computing / 4:
+        return dict(changes), cost
+    workers = min(machine.processors(), 8)
+    return {**changes, "data.workers": workers}, replace(cost, workers=workers * run.world_size)
 
 
 def _measured_fastest(name: str, changes: Mapping[str, Any], splits: DataSplits) -> Measured:
@@ -265,16 +259,12 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
     changes |= off
     config, seconds = fit(name, changes, cost, remaining)
     run, threads = ResolvedRun(config, splits), config.engine.threads
-    by_workers = f" by each of {cost.workers} processes" if cost.workers else ""
-    if cost.decoding > cost.loading:
-        by_workers += f" ({1000 * cost.decoding:.3g} ms more the first time)"
+    limited = f" with {threads} of {torch.get_num_threads()} threads" if threads else ""
     longest = run.plan.images >= _most_images(name, config, cost) - run.plan.batch_size
     reasons = (
         about,
         *_chosen(run, why, off),
-        f"speed   {1 / cost.training:.3g} images/s: {1000 * cost.loading:.3g} ms to load one"
-        f"{by_workers}, {1000 * cost.computing:.3g} ms to compute"
-        + (f" with {threads} of {torch.get_num_threads()} threads" if threads else ""),
+        f"speed   {1 / cost.training:.3g} images/s{limited}; {cost.bottleneck}",
         f"time    about {format_duration(seconds + beside)} in all, with this choice, evaluations "
         "and baselines; the length is adjusted after warm-up to the speed so far",
         "keeps   the best and the last weights; the accuracy of the best of many evaluations is "
