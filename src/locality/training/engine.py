@@ -215,12 +215,7 @@ def _open_on_rank0(training: Training) -> tuple[Any, _Opened | None]:
     splits, record = run.splits, ImageFingerprint.of(run.splits)
     result = folder.read_result(whole=True)
     if result is not None:
-        found = _differences(folder, record, result.get("images"))
-        if found and config.data.on_changed_images == "error":
-            raise UserError(
-                f"run folder {folder.path} has finished on other images ({found}); train on these "
-                f"in a new folder (--output), or restore its images"
-            )
+        _check_images(folder, config, record, result.get("images"))
         return result, None
     folder.check_space(run.checkpoint_bytes, best=run.plan.patience is not None)
     checkpoint, name, passed_over = folder.checkpoints.load()
@@ -229,8 +224,13 @@ def _open_on_rank0(training: Training) -> tuple[Any, _Opened | None]:
         notes.append(f"{folder.path} has metrics but no checkpoint: starting again")
     if checkpoint is not None:
         folder.check_checkpoint_config(config, checkpoint["config"])
-        notes += _check_images(folder, run, checkpoint, record)
-        notes += restore_metrics(folder, checkpoint)
+        changed = _check_images(folder, config, record, checkpoint["data"])
+        if changed and (folder.classes() != splits.classes or checkpoint["step"] > run.plan.steps):
+            raise UserError(
+                f"{changed[0]}, and so have the classes or the number of steps, so the run cannot "
+                f"continue; restore them or start in a new folder"
+            )
+        notes += changed + restore_metrics(folder, checkpoint)
     elif config.data.on_bad(training=False) == "error":
         notes += [note for note in [verify(splits.val)] if note]
     write_atomic(folder.images_file, record.table)
@@ -240,41 +240,29 @@ def _open_on_rank0(training: Training) -> tuple[Any, _Opened | None]:
 
 
 def _check_images(
-    folder: RunFolder, run: ResolvedRun, checkpoint: dict[str, Any], record: ImageFingerprint
+    folder: RunFolder, config: RunConfig, record: ImageFingerprint, before: str | None
 ) -> list[str]:
-    """Compare the images of a checkpoint with the current ones; returns notes on differences.
-
-    Raises:
-        UserError: if they differ, and the run may not or cannot continue with others.
-    """
-    if not (found := _differences(folder, record, checkpoint["data"])):
-        return []
-    changed = f"the images of run folder {folder.path} have changed since its checkpoint ({found})"
-    if run.config.data.on_changed_images == "error":
-        raise UserError(
-            f"{changed}; restore them, start in a new folder, or continue with them: "
-            f"data.on_changed_images resume"
-        )
-    if folder.classes() != run.splits.classes or checkpoint["step"] > run.plan.steps:
-        raise UserError(
-            f"{changed}, and so have the classes or the number of steps, so the run cannot "
-            f"continue; restore them or start in a new folder"
-        )
-    return [changed]
-
-
-def _differences(folder: RunFolder, record: ImageFingerprint, before: str | None) -> str:
-    """The difference between a run's recorded and current images, in words; "" for none.
+    """Compare a run's recorded images with the current ones; returns notes on differences.
 
     Args:
         folder: the run folder, with a table of the recorded images.
+        config: the run's configuration.
         record: the fingerprint of the current images.
         before: the recorded fingerprint; None in earlier versions, where the table decides.
+
+    Raises:
+        UserError: if they differ, and the run may not continue with others.
     """
     if before == record.fingerprint:
-        return ""
+        return []
+    found = "" if before is None else "other images, labels or classes"
     if folder.images_file.exists():
         with contextlib.suppress(UserError):  # a damaged table: digests decide
-            if found := record.differences(folder.images_file):
-                return found
-    return "" if before is None else "other images, labels or classes"
+            found = record.differences(folder.images_file) or found
+    changed = f"the images of run folder {folder.path} have changed ({found})"
+    if found and config.data.on_changed_images == "error":
+        raise UserError(
+            f"{changed}; restore them, use a new folder (--output), or accept them: "
+            f"data.on_changed_images resume"
+        )
+    return [changed] if found else []
