@@ -83,11 +83,11 @@ def test_after_warm_up_the_length_is_that_of_the_speed_so_far(
     tmp_path: Path, slower: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned = autofit("photos", given(photographs(tmp_path / "photos")), 2)
-    assert planned.cost is not None
+    assert planned.cost is not None and planned.replan is not None
     begun, batch = int(planned.config.schedule.warmup), planned.config.engine.batch_size
     took = slower * begun * batch * planned.cost.training
     monkeypatch.setattr(f"{PLANNER}.perf_counter", lambda: took)
-    config = planned.lengthened(begun, took)
+    config = planned.replan(begun, took)
     assert config.schedule.warmup == begun
     assert config == replace(planned.config, {n: getattr(config.schedule, n[9:]) for n in LENGTHS})
     rest = ((config.schedule.steps or 0) - begun) * batch * slower * planned.cost.training

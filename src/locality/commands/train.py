@@ -88,7 +88,7 @@ def _train(config: RunConfig, folder: Path, quiet: bool, fit: Any = None) -> Non
         expected = baselines.listed(baselines.expected_baselines(config, known))
         if not quiet:
             say(f"to beat, on the same pixels: {expected}")
-    replan = None if fit is None else fit.lengthened
+    replan = None if fit is None else fit.replan
     result = training.train(config, folder, quiet=quiet, replan=replan)
     baselines.record_baselines([folder], known)
     if not quiet:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -66,38 +67,17 @@ class AutoFit:
     Attributes:
         config: the complete run.
         reasons: the choices and their reasons, one per line.
-        name, changes: recipe and settings, except the schedule.
         cost: the cost on this machine, from which the length was chosen; None if that was given.
-        end: the deadline, by `time.perf_counter`.
+        replan: as for `train`; None if the length was given.
     """
 
     config: RunConfig
     reasons: tuple[str, ...]
-    name: str
-    changes: Mapping[str, Any]
     cost: Cost | None = None
-    end: float = 0.0
+    replan: Callable[[int, float], RunConfig] | None = None
 
     def __str__(self) -> str:
         return "\n".join(self.reasons)
-
-    def lengthened(self, steps: int, seconds: float) -> RunConfig:
-        """The run with the length that fits the time left, which may be shorter.
-
-        Warm-up does not depend on the length, so a run whose length changes at the end of warm-up
-        equals a run that had this length from the first step.
-
-        Args:
-            steps: steps so far, which are those of warm-up.
-            seconds: their duration.
-        """
-        if self.cost is None:
-            return self.config
-        per_image = seconds / (steps * self.config.engine.batch_size)
-        factor = per_image / self.cost.training
-        loading, computing = factor * self.cost.loading, factor * self.cost.computing
-        cost = replace(self.cost, loading=loading, computing=computing, decoding=0.0)
-        return fit(self.name, self.changes, cost, self.end - perf_counter(), steps)[0]
 
 
 Measured = tuple[dict[str, Any], Cost]
@@ -127,6 +107,27 @@ def fit(
     length |= {"schedule.patience": 3 * every if _tunes_large(name, config) else steps}
     took = cost.seconds((steps - begun) * batch, evaluations)
     return adjusted(name, length | dict(changes)), took
+
+
+def _replan(
+    name: str, changes: Mapping[str, Any], cost: Cost, end: float, steps: int, seconds: float
+) -> RunConfig:
+    """The run with the length that fits the time left, which may be shorter.
+
+    Warm-up does not depend on the length, so a run whose length changes at the end of warm-up
+    equals a run that had this length from the first step.
+
+    Args:
+        name, changes, cost: as for `fit`.
+        end: the deadline, by `time.perf_counter`.
+        steps: steps so far, which are those of warm-up.
+        seconds: their duration.
+    """
+    per_image = seconds / (steps * adjusted(name, changes).engine.batch_size)
+    factor = per_image / cost.training
+    loading, computing = factor * cost.loading, factor * cost.computing
+    cost = replace(cost, loading=loading, computing=computing, decoding=0.0)
+    return fit(name, changes, cost, end - perf_counter(), steps)[0]
 
 
 def _tunes_large(name: str, config: RunConfig) -> bool:
@@ -245,7 +246,7 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
     if cost is None or minutes is None:
         off = _unmixed(name, changes, seen(changes))
         run = ResolvedRun(adjusted(name, changes | off), splits)
-        return AutoFit(run.config, (about, *_chosen(run, why, off)), name, changes | off)
+        return AutoFit(run.config, (about, *_chosen(run, why, off)))
 
     remaining = left(cost)
     passes, beside = cost.passes(remaining), budget - remaining
@@ -272,7 +273,7 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
         *([f"short   {short}"] if short else []),
         *_advice(name, minutes, longest, config.data.root),
     )
-    return AutoFit(config, reasons, name, changes, cost, started + budget)
+    return AutoFit(config, reasons, cost, partial(_replan, name, changes, cost, started + budget))
 
 
 def _too_short(run: ResolvedRun, passes: float, minutes: float, enough: float) -> str:
