@@ -17,7 +17,7 @@ from lightning_fabric import Fabric
 from torch import Tensor, nn
 
 from locality.data import Batch, Stream, eval_loader, hash_seed, seed_generators, train_loader
-from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError
+from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError, some
 from locality.models import ImageClassifier
 from locality.training.config import RunConfig, computation_settings
 from locality.training.evaluation import PredictionCollector, evaluate
@@ -231,8 +231,8 @@ class Loop:
         if names:
             self.recorder.log(
                 f"step 1: no gradient reaches {len(names)} of the model's trained parameters: "
-                f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}. Unless a later layer "
-                f"starts at zero, they will never learn; check the model's settings"
+                f"{some(names, 3)}. Unless a later layer starts at zero, they will never learn; "
+                f"check the model's settings"
             )
 
     def _clip(self) -> bool:
