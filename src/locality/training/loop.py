@@ -62,7 +62,6 @@ class Loop:
         recorder: writes logs and checkpoints; `NoRecorder` on ranks other than 0.
         signals: the signals this process has received.
         state: the counters, new or from a checkpoint.
-        fingerprint: fingerprint of the images, saved in checkpoints.
         replan: gives the run's length at the end of warm-up, if one process trains and nothing is
             saved or evaluated yet: the steps so far do not depend on the length.
     """
@@ -73,7 +72,6 @@ class Loop:
     recorder: Recorder
     signals: SignalHandler
     state: TrainState
-    fingerprint: str = ""
     replan: Replan | None = None
 
     def __post_init__(self) -> None:
@@ -350,7 +348,7 @@ class Loop:
         self.collectives.all_gather(self.state.skipped)
         if self.fabric.is_global_zero:
             checkpoint = {"step": self.state.step, "progress": asdict(self.state)}
-            checkpoint |= {"data": self.fingerprint, "config": computation_settings(self.config)}
+            checkpoint |= {"config": computation_settings(self.config)}
             self.recorder.save(checkpoint | self.parts.state())
         self._saved = self.state.step
 
