@@ -393,10 +393,16 @@ def check_folder(folder: Path, config: RunConfig) -> None:
             raise UserError(
                 f"{folder} has {some(others)} and is not a run folder; choose a new or empty one"
             )
-    elif changes := describe_changes(changed_settings(read_config(folder), config, same_path)):
+    else:
+        check_same(folder, read_config(folder), config)
+
+
+def check_same(folder: Path, before: RunConfig, now: RunConfig) -> None:
+    """Check that the settings with which a run started have not changed."""
+    if changes := describe_changes(changed_settings(before, now, same_path)):
         raise UserError(
-            f"run folder {folder} belongs to another configuration "
-            f"({changes}); give its settings to resume it, or another folder"
+            f"run folder {folder} was started with other settings ({changes}); restore them to "
+            f"resume it, or choose another folder"
         )
 
 

@@ -24,7 +24,8 @@ from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError
 from locality.files import write_atomic
 from locality.layers.cpu import arithmetic_threads
 from locality.models import ImageClassifier
-from locality.training.config import RunConfig, check_places
+from locality.settings import from_dict
+from locality.training.config import RunConfig, check_places, check_same
 from locality.training.devices import create_fabric
 from locality.training.loop import Loop, Replan
 from locality.training.model import build_model
@@ -216,7 +217,8 @@ def _open_on_rank0(training: Training) -> tuple[Any, _Opened | None]:
     if checkpoint is None and folder.metrics_file.exists():
         run.notes.append(f"{folder.path} has metrics but no checkpoint: starting again")
     if checkpoint is not None:
-        folder.check_checkpoint_config(config, checkpoint["config"])
+        # config.yaml may have been edited.
+        check_same(folder.path, from_dict(RunConfig, checkpoint["config"]), config)
         changed = _check_images(folder, run, checkpoint["data"])
         if changed and (folder.classes() != splits.classes or checkpoint["step"] > run.plan.steps):
             raise UserError(
