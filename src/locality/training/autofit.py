@@ -27,7 +27,7 @@ from locality.training.config import RunConfig
 from locality.training.cost import Cost, format_duration, forward_macs, measure_cost
 from locality.training.devices import launched_externally
 from locality.training.optim import make_plan
-from locality.training.recipes import adjusted, is_small
+from locality.training.recipes import is_small, recipe
 from locality.training.resolved_run import ResolvedRun
 
 # Models to train from scratch, by cost, with their image and patch sizes: grids of 7×7 or 8×8
@@ -96,7 +96,7 @@ def fit(
         seconds: the available time.
         begun: steps already made, which were those of warm-up.
     """
-    config, evaluations = adjusted(name, changes), cost.evaluations(seconds)
+    config, evaluations = recipe(name, changes), cost.evaluations(seconds)
     batch, most = config.engine.batch_size, _most_images(name, config, cost)
     images = min(cost.images(seconds, evaluations), most - begun * batch)
     steps = begun + max(1, round(images / batch))
@@ -106,7 +106,7 @@ def fit(
     # Patience keeps the best weights; fine-tuning large models also stops early.
     length |= {"schedule.patience": 3 * every if _tunes_large(name, config) else steps}
     took = cost.seconds((steps - begun) * batch, evaluations)
-    return adjusted(name, length | dict(changes)), took
+    return recipe(name, length | dict(changes)), took
 
 
 def _replan(
@@ -123,7 +123,7 @@ def _replan(
         steps: steps so far, which are those of warm-up.
         seconds: their duration.
     """
-    per_image = seconds / (steps * adjusted(name, changes).engine.batch_size)
+    per_image = seconds / (steps * recipe(name, changes).engine.batch_size)
     factor = per_image / cost.training
     loading, computing = factor * cost.loading, factor * cost.computing
     cost = replace(cost, loading=loading, computing=computing, decoding=0.0)
@@ -153,7 +153,7 @@ def measured(name: str, changes: Mapping[str, Any], splits: DataSplits | None = 
         UserError: if the run cannot work as configured, or torchrun or srun started several
             processes.
     """
-    run = ResolvedRun(adjusted(name, changes), splits)
+    run = ResolvedRun(recipe(name, changes), splits)
     if run.world_size > 1 and launched_externally():
         raise UserError(
             "several processes would choose different settings; first run `locality train … "
@@ -194,13 +194,13 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
 
     Raises:
         UserError: if the data cannot be used, the time is too short to see each image once, or as
-            `recipes.adjusted`.
+            `recipe`.
     """
     if minutes is not None:
         checks.typed("minutes", minutes, checks.Positive)
     started, budget = perf_counter(), 60 * (minutes or 0)
     tuned = name == "finetune"
-    config = adjusted(name, given)
+    config = recipe(name, given)
     splits = open_data(config.data, config.seed)
     opening = perf_counter() - started  # the run opens the data again
     images, side = len(splits.train), median_shorter_side(splits.train)
@@ -212,7 +212,7 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
 
     def at(size: Mapping[str, Any]) -> dict[str, Any]:
         changes = dict(size) | dict(given)
-        sized = adjusted(name, changes)
+        sized = recipe(name, changes)
         batch = batch_size(images, small=_small(sized))
         return {"engine.batch_size": batch} | (mixed if _tunes_large(name, sized) else {}) | changes
 
@@ -225,7 +225,7 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
 
     def seen(changes: Mapping[str, Any]) -> float:
         """Images that a run sees, at the same speed per multiply-accumulate as `cost`."""
-        sized = adjusted(name, changes)
+        sized = recipe(name, changes)
         if cost is None:
             return make_plan(sized, images).images
         macs = forward_macs(sized.model, cost.classes)
@@ -245,7 +245,7 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
         changes, cost = measure(size)
     if cost is None or minutes is None:
         off = _unmixed(name, changes, seen(changes))
-        run = ResolvedRun(adjusted(name, changes | off), splits)
+        run = ResolvedRun(recipe(name, changes | off), splits)
         return AutoFit(run.config, (about, *_chosen(run, why, off)))
 
     remaining = left(cost)
@@ -253,7 +253,7 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
     short = ""
     if passes < MIN_EPOCHS:
         enough = SLACK * (cost.enough(MIN_EPOCHS) + beside) / 60
-        short = _too_short(ResolvedRun(adjusted(name, changes), splits), passes, minutes, enough)
+        short = _too_short(ResolvedRun(recipe(name, changes), splits), passes, minutes, enough)
     if passes < 1:
         raise UserError(short)
     off = _unmixed(name, changes, passes * images)
@@ -290,7 +290,7 @@ def _too_short(run: ResolvedRun, passes: float, minutes: float, enough: float) -
 
 def _unmixed(name: str, changes: Mapping[str, Any], seen: float) -> dict[str, float]:
     """Mixup and cutmix off, unless given, for small photographs of which so few are seen."""
-    if seen >= _MIXED_IMAGES or not _small(adjusted(name, changes)):
+    if seen >= _MIXED_IMAGES or not _small(recipe(name, changes)):
         return {}
     return {name: 0.0 for name in ("augment.mixup", "augment.cutmix") if name not in changes}
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from locality.checks import ImageSize, typed
 from locality.data.config import AugmentConfig, DataConfig, Preprocessing
-from locality.errors import UserError, check_known, lookup
+from locality.errors import UserError, lookup
 from locality.models.config import to_2tuple
 from locality.models.variants import PREFIX, variant
 from locality.settings import replace, settings_of
@@ -444,21 +444,6 @@ CUSTOM_DATA_RECIPES = ("photos", "finetune")
 """Recipes whose remaining settings `autofit` chooses for the images and the machine."""
 
 
-def recipe(name: str, **choices: Any) -> RunConfig:
-    """The configuration of a recipe.
-
-    Args:
-        name: one of `RECIPES`.
-        choices: arguments of its function, such as `model`.
-
-    Raises:
-        UserError: if the name or an argument is unknown, with the nearest.
-    """
-    function = lookup("recipe", name, RECIPES)
-    check_known(f"choice of recipe '{name}'", choices, _choices(name), UserError)
-    return function(**choices)
-
-
 # Arguments of recipes that other settings depend on, such as CvT's weight decay on the model.
 _CHOICES = {
     "model": "model.name",
@@ -469,17 +454,21 @@ _CHOICES = {
 }
 
 
-def adjusted(name: str, changes: Mapping[str, Any]) -> RunConfig:
-    """A recipe with settings changed by dotted name, and those that depend on them.
+def recipe(name: str, changes: Mapping[str, Any] = {}) -> RunConfig:
+    """The configuration of a recipe, with settings changed and those that depend on them.
+
+    Args:
+        name: one of `RECIPES`.
+        changes: settings by dotted name.
 
     Raises:
         UserError: if a name is unknown (with the nearest), or as `settings.replace`.
     """
-    types = settings_of(RunConfig)
+    function, types = lookup("recipe", name, RECIPES), settings_of(RunConfig)
     changes = {n: typed(n, x, types[n].hint) if n in types else x for n, x in changes.items()}
-    known = _choices(name)
+    known = inspect.signature(function).parameters
     choices = {key: changes[at] for key, at in _CHOICES.items() if key in known and at in changes}
-    config = recipe(name, **choices)
+    config = function(**choices)
     return replace(config, _rescaled_schedule(config.schedule, changes) | changes)
 
 
@@ -507,11 +496,6 @@ def _rescaled_schedule(recipe: ScheduleConfig, changes: Mapping[str, Any]) -> di
 
 
 _ENDS = ("warmup", "cooldown")
-
-
-def _choices(name: str) -> list[str]:
-    """The arguments of a recipe's function."""
-    return list(inspect.signature(lookup("recipe", name, RECIPES)).parameters)
 
 
 def describe(name: str) -> str:
