@@ -243,23 +243,20 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
         size, why = other, f"the largest that can learn in {span}"
     if size != smallest:
         changes, cost = measure(size)
+    off = _unmixed(name, changes, seen(changes))
+    changes |= off
     if cost is None or minutes is None:
-        off = _unmixed(name, changes, seen(changes))
-        run = ResolvedRun(recipe(name, changes | off), splits)
+        run = ResolvedRun(recipe(name, changes), splits)
         return AutoFit(run.config, (about, *_chosen(run, why, off)))
 
     remaining = left(cost)
     passes, beside = cost.passes(remaining), budget - remaining
-    short = ""
-    if passes < MIN_EPOCHS:
-        enough = SLACK * (cost.enough(MIN_EPOCHS) + beside) / 60
-        short = _too_short(ResolvedRun(recipe(name, changes), splits), passes, minutes, enough)
-    if passes < 1:
-        raise UserError(short)
-    off = _unmixed(name, changes, passes * images)
-    changes |= off
     config, seconds = fit(name, changes, cost, remaining)
     run, threads = ResolvedRun(config, splits), config.engine.threads
+    enough = SLACK * (cost.enough(MIN_EPOCHS) + beside) / 60
+    short = _too_short(run, passes, minutes, enough) if passes < MIN_EPOCHS else ""
+    if passes < 1:
+        raise UserError(short)
     limited = f" with {threads} of {torch.get_num_threads()} threads" if threads else ""
     longest = run.plan.images >= _most_images(name, config, cost) - run.plan.batch_size
     reasons = (
