@@ -15,7 +15,7 @@ from locality.errors import UserError
 from locality.files import read_yaml
 from locality.machine import processors
 from locality.settings import flatten, to_dict, with_role
-from locality.training.config import RunConfig, changed_settings, read_config
+from locality.training.config import RunConfig, read_config
 from locality.training.cost import (
     STEP_FORWARDS,
     Cost,
@@ -65,10 +65,8 @@ class Run:
         """Whether the folder holds the result of this configuration."""
         if self.result() is None:
             return False
-        if self.task != TRAIN:
-            return True  # other tasks may change the configuration
-        changed = changed_settings(read_config(self.folder), self.config, _same_name)
-        return all(name in _NO_NUMBER for name, *_ in changed)
+        # Other tasks may change the configuration.
+        return self.task != TRAIN or digest(read_config(self.folder)) == digest(self.config)
 
 
 @dataclass(frozen=True)
@@ -103,10 +101,6 @@ def _as_introduced(name: str) -> str:
     """A setting's name in the digest: architecture settings used to be under model.overrides."""
     is_own = name.startswith("model.") and name not in _INTRODUCED
     return name.replace("model.", "model.overrides.", 1) if is_own else name
-
-
-def _same_name(old: str | None, new: str | None) -> bool:
-    return _folder_name(old) == _folder_name(new)
 
 
 def _folder_name(value: str | None) -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -399,10 +399,16 @@ def check_folder(folder: Path, config: RunConfig) -> None:
 
 def check_same(folder: Path, before: RunConfig, now: RunConfig) -> None:
     """Check that the settings with which a run started have not changed."""
-    if changes := describe_changes(changed_settings(before, now, same_path)):
+    how, runs = settings.with_role(RunConfig, "how"), settings.with_role(RunConfig, "run")
+    changed = [
+        (name, old, new)
+        for name, old, new in settings.differences(before, now)
+        if name not in how and not (name in runs and same_path(old, new))
+    ]
+    if changed:
         raise UserError(
-            f"run folder {folder} was started with other settings ({changes}); restore them to "
-            f"resume it, or choose another folder"
+            f"run folder {folder} was started with other settings ({describe_changes(changed)}); "
+            f"restore them to resume it, or choose another folder"
         )
 
 
@@ -447,17 +453,6 @@ def computation_settings(config: RunConfig) -> dict[str, Any]:
         group, _, setting = name.partition(".")
         del values[group][setting]
     return values
-
-
-def changed_settings(
-    before: RunConfig, now: RunConfig, same_folder: Callable[[Any, Any], bool]
-) -> list[tuple[str, Any, Any]]:
-    how, runs = settings.with_role(RunConfig, "how"), settings.with_role(RunConfig, "run")
-    return [
-        (name, old, new)
-        for name, old, new in settings.differences(before, now)
-        if name not in how and not (name in runs and same_folder(old, new))
-    ]
 
 
 def describe_changes(changed: list[tuple[str, Any, Any]]) -> str:
