@@ -16,14 +16,7 @@ from locality.files import read_yaml
 from locality.machine import processors
 from locality.settings import flatten, to_dict, with_role
 from locality.training.config import RunConfig, read_config
-from locality.training.cost import (
-    STEP_FORWARDS,
-    Cost,
-    format_duration,
-    forward_macs,
-    image_counts,
-    training_speed,
-)
+from locality.training.cost import STEP_FORWARDS, estimate_cost, format_duration
 from locality.training.optim import make_plan
 from locality.training.run_folder import RunFolder
 
@@ -148,10 +141,7 @@ class RunCost:
 
 
 def run_cost(run: Run, threads: int = 1) -> RunCost:
-    """The cost of a run.
-
-    One network per model name is timed; others of that name are assumed to be as fast per
-    multiply-accumulate.
+    """The cost of a run: recorded, or as by `estimate_cost`.
 
     Args:
         run: the run.
@@ -165,14 +155,10 @@ def run_cost(run: Run, threads: int = 1) -> RunCost:
             macs = STEP_FORWARDS * result["macs"] * images
             return RunCost(state, images, macs, result["seconds"])
     try:
-        training, validation, classes = image_counts(config)
-        plan = make_plan(config, training)
-        macs = forward_macs(config.model, classes)
-        computing = STEP_FORWARDS * macs / training_speed(config, classes, threads)
-        # Loading time is neglected: the images are small.
-        cost = Cost(training, validation, classes, macs, 0.0, computing)
+        cost = estimate_cost(config, threads)
+        plan = make_plan(config, cost.train)
         seconds = cost.seconds(plan.images, plan.evaluations)
-        return RunCost(state, plan.images, STEP_FORWARDS * macs * plan.images, seconds)
+        return RunCost(state, plan.images, STEP_FORWARDS * cost.macs * plan.images, seconds)
     except (UserError, OSError) as error:
         return RunCost(state, problem=str(error))
 

@@ -259,6 +259,18 @@ def training_speed(config: RunConfig, classes: int, threads: int) -> float:
     return _SPEEDS[named]
 
 
+def estimate_cost(config: RunConfig, threads: int) -> Cost:
+    """The cost of a run on small images, whose loading time is neglected.
+
+    Raises:
+        UserError: as `image_counts`.
+    """
+    train, val, classes = image_counts(config)
+    macs = forward_macs(config.model, classes)
+    computing = STEP_FORWARDS * macs / training_speed(config, classes, threads)
+    return Cost(train, val, classes, macs, 0.0, computing)
+
+
 def image_counts(config: RunConfig) -> tuple[int, int, int]:
     """The number of training images, validation images and classes of a run.
 

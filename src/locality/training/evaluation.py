@@ -22,16 +22,9 @@ from torch import Tensor, nn
 
 from locality import checks
 from locality.checkpoints.api import Classifier, open_model
-from locality.data import (
-    Batch,
-    BatchLoader,
-    DataConfig,
-    DataSplits,
-    ImageSource,
-    eval_loader,
-    open_data,
-)
+from locality.data import Batch, BatchLoader, DataSplits, ImageSource, eval_loader, open_data
 from locality.data.classes import class_difference, joinable, numbered
+from locality.data.config import DataConfig
 from locality.data.datasets import renumber
 from locality.data.loader import translate_killed_worker
 from locality.errors import UserError, prefix_errors, some
