@@ -37,7 +37,7 @@ def make_loop(fabric: Fabric, model: str, folder: Path, steps: int) -> Loop:
     """A run of the digits recipe without evaluations or checkpoints."""
     changes: dict[str, Any] = {"schedule.steps": steps, "schedule.eval_every": steps}
     changes["engine.tensorboard"] = False
-    config = replace(recipe("digits", model=model), changes)
+    config = replace(recipe("digits", {"model.name": model}), changes)
     resolved = ResolvedRun(config)
     run = RunFolder(folder)
     run.prepare(config)

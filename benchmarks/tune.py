@@ -29,7 +29,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from locality.training import train
-from locality.training.recipes import adjusted
 
 MODELS = ("convit_nano", "deit_nano", "cvt_nano")
 DIGITS = {"data.part": (0.0, 0.25), "schedule.steps": 750, "schedule.eval_every": 750}
@@ -106,7 +105,7 @@ def main() -> None:
             row = [model, trial, seed, *settings.values()]
             if tuple("" if value is None else str(value) for value in row) in done:
                 continue
-            config = adjusted(
+            config = recipe(
                 recipe,
                 fixed
                 | {

@@ -74,7 +74,7 @@ class Here:
 
 def tiny_config(model: str = "convit_nano", seed: int = 0, **changes: object) -> RunConfig:
     settings = TINY | {name.replace("__", "."): value for name, value in changes.items()}
-    return replace(recipe("digits", model=model, seed=seed), settings)
+    return replace(recipe("digits", {"model.name": model}), settings | {"seed": seed})
 
 
 def tiny_run(root: Path, model: str = "convit_nano", seed: int = 0, **changes: object) -> Run:

@@ -14,7 +14,6 @@ from locality.errors import UserError
 from locality.runner.runs import Run
 from locality.training import recipe, replace
 from locality.training.evaluation import evaluate_opened, evaluate_run
-from locality.training.recipes import adjusted
 from locality_papers import published
 from locality_papers.convit_curves import accuracy_by_size
 from locality_papers.cvt_design import built
@@ -150,7 +149,7 @@ def pretrained(s: Scale, role: str, seed: int) -> Run:
     """The pre-training run of a model on ImageNet-22k."""
     model = s.models[role][0]
     chosen = {"model.name": model, "seed": seed, "data.root": s.root_of("imagenet22k")}
-    config = adjusted("cvt_22k", chosen)
+    config = recipe("cvt_22k", chosen)
     return s.run(config, f"{model} on ImageNet-22k seed {seed}")
 
 
@@ -159,7 +158,7 @@ def tuned(s: Scale, start: Run, target: str) -> Run:
     model, seed = start.config.model.name, start.config.seed
     chosen = {"model.name": model, "model.weights": str(start.folder), "seed": seed}
     place = {"data.dataset": target, "data.root": s.root_of(target)}
-    config = adjusted("finetune_384", chosen | place)
+    config = recipe("finetune_384", chosen | place)
     return s.run(config, f"{model} at 384 px on {target} seed {seed}", (start,))
 
 
@@ -218,7 +217,7 @@ def _transfer_of_classes(s: Scale, classes: int) -> Table:
                 "data.train_part": (0.0, 1.0),
                 "model.img_size": model.img_size * 9 // 7,
             }
-            tuning = recipe("finetune_384", model="cvt_13").optim
+            tuning = recipe("finetune_384", {"model.name": "cvt_13"}).optim
             config = replace(
                 dataclasses.replace(start.config, optim=tuning),
                 {

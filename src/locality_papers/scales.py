@@ -26,10 +26,14 @@ from locality.training.config import ModelConfig
 from locality.training.cost import forward_macs, image_counts, parameters
 from locality_papers.measures import Measure, Quantity, absent, computed, measured
 
-_recipe = cache(recipe)  # thousands of runs use the same few
 FAMILIES = ("ConViT", "DeiT")
 FRACTIONS = (0.05, 0.1, 0.3, 0.5, 1.0)
 _FOLDERS = {"imagenet100": "imagenet"}  # datasets that are a part of another
+
+
+@cache  # thousands of runs use the same few
+def _recipe(name: str, model: str) -> RunConfig:
+    return recipe(name, {"model.name": model})
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ class Scale:
         changes: dict[str, Any] = {}
         for roles, settings in self.settings.items():
             changes |= settings if fnmatchcase(role, roles) else {}
-        return replace(_recipe(found, model=model), changes)
+        return replace(_recipe(found, model), changes)
 
     def started(self, role: str, nets: tuple[Run, ...], **choices: Any) -> tuple[Run, ...]:
         """Runs of a role, each starting from the weights of the run in `nets` with its seed."""

@@ -226,9 +226,9 @@ def ask(tmp_path_factory):
 
 
 def _short():
-    from locality.training.recipes import adjusted
+    from locality.training import recipe
 
-    return adjusted("digits", {"schedule.steps": 60})
+    return recipe("digits", {"schedule.steps": 60})
 
 
 @pytest.fixture(scope="module")

@@ -176,13 +176,13 @@ def test_the_demo_ends_in_a_report(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("cvt_300 --model cvt_21", recipe("cvt_300", model="cvt_21")),
-        ("cvt_22k --model.name=cvt_13", recipe("cvt_22k", model="cvt_13")),
-        ("finetune_384 --data pets", recipe("finetune_384", dataset="pets")),
-        ("finetune_384 --data table", recipe("finetune_384", dataset="table")),
-        ("finetune_384 --model cvt_21", recipe("finetune_384", model="cvt_21")),
+        ("cvt_300 --model cvt_21", recipe("cvt_300", {"model.name": "cvt_21"})),
+        ("cvt_22k --model.name=cvt_13", recipe("cvt_22k", {"model.name": "cvt_13"})),
+        ("finetune_384 --data pets", recipe("finetune_384", {"data.dataset": "pets"})),
+        ("finetune_384 --data table", recipe("finetune_384", {"data.dataset": "table"})),
+        ("finetune_384 --model cvt_21", recipe("finetune_384", {"model.name": "cvt_21"})),
         ("finetune_384 --model cvt_w24 --model.weights w/x",
-         recipe("finetune_384", model="cvt_w24", weights="w/x")),
+         recipe("finetune_384", {"model.name": "cvt_w24", "model.weights": "w/x"})),
     ],
 )  # fmt: skip
 def test_a_recipe_follows_the_model_and_data_it_is_given(words, expected):
@@ -202,7 +202,7 @@ def test_a_length_in_the_other_unit_keeps_the_shares_of_warm_up_and_cool_down():
 def test_a_file_may_name_the_recipe_but_not_another_one(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("recipe: cvt_300\nmodel:\n  name: cvt_21\n")
-    assert read_run(["--config", str(file)])[0] == recipe("cvt_300", model="cvt_21")
+    assert read_run(["--config", str(file)])[0] == recipe("cvt_300", {"model.name": "cvt_21"})
     given = read_run(["--config", str(file), "--optim.weight_decay", "0.3"])[0]
     assert given.optim.weight_decay == 0.3 and given.augment.repeats == 3
     with pytest.raises(UserError, match="cvt_300"):

@@ -83,11 +83,11 @@ def test_after_warm_up_the_length_is_that_of_the_speed_so_far(
     tmp_path: Path, slower: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned = autofit("photos", given(photographs(tmp_path / "photos")), 2)
-    assert planned.cost is not None
+    assert planned.cost is not None and planned.replan is not None
     begun, batch = int(planned.config.schedule.warmup), planned.config.engine.batch_size
     took = slower * begun * batch * planned.cost.training
     monkeypatch.setattr(f"{PLANNER}.perf_counter", lambda: took)
-    config = planned.lengthened(begun, took)
+    config = planned.replan(begun, took)
     assert config.schedule.warmup == begun
     assert config == replace(planned.config, {n: getattr(config.schedule, n[9:]) for n in LENGTHS})
     rest = ((config.schedule.steps or 0) - begun) * batch * slower * planned.cost.training
@@ -205,10 +205,11 @@ def test_loading_and_computing_share_a_processor_and_not_a_gpu(monkeypatch):
     assert cost(8, 3, 2, False).training == 4
     assert cost(2, 3, 0, True).evaluating == 3
     # On two of four cores, steps lose half of the workers' time, and both decode.
-    assert cost(2, 3, 0, True, decoding=6).first_extra == 6
-    assert cost(2, 3, 2, True, decoding=6).first_extra == 6
-    assert cost(2, 3, 8, True, decoding=6).first_extra == 24
-    assert cost(2, 3, 8, False, decoding=6).first_extra == 6
+    first = 2 + 6  # to load and decode the validation image
+    assert cost(2, 3, 0, True, decoding=6).seconds(0, 0) == first + 6
+    assert cost(2, 3, 2, True, decoding=6).seconds(0, 0) == first + 6
+    assert cost(2, 3, 8, True, decoding=6).seconds(0, 0) == first + 24
+    assert cost(2, 3, 8, False, decoding=6).seconds(0, 0) == first + 6
 
 
 def test_what_is_decoded_once_takes_time_once(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from locality.errors import UserError
 from locality.models import build
 from locality.training import RECIPES, recipe
 from locality.training.optim import make_plan
-from locality.training.recipes import adjusted, describe
+from locality.training.recipes import describe
 
 IMAGENET = 1_281_167
 
@@ -31,7 +31,7 @@ def test_a_recipe_is_described_and_its_model_exists(name):
 
 
 def test_the_deit_recipe_is_the_published_one():
-    config = recipe("deit_300", model="convit_small")
+    config = recipe("deit_300", {"model.name": "convit_small"})
     assert config.schedule.epochs == 300
     assert (config.schedule.warmup, config.schedule.cooldown) == (5, 0)
     assert (config.schedule.warmup_lr, config.schedule.min_lr) == (1e-6, 1e-5)
@@ -58,8 +58,8 @@ def test_the_cvt_recipe_follows_the_released_configuration():
     assert config.optim.peak_lr(2048) == pytest.approx(2.5e-4 * 2048 / 256)
     assert config.optim.peak_lr(128) == pytest.approx(1.25e-4)
     assert config.optim.weight_decay == 0.05
-    assert recipe("cvt_300", model="cvt_21").optim.weight_decay == 0.1
-    assert recipe("cvt_300", model="cvt_21").augment.repeats == 3
+    assert recipe("cvt_300", {"model.name": "cvt_21"}).optim.weight_decay == 0.1
+    assert recipe("cvt_300", {"model.name": "cvt_21"}).augment.repeats == 3
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_the_cvt_recipe_follows_the_released_configuration():
     [("imagenet", 20_000), ("cifar10", 10_000), ("cifar100", 10_000), ("pets", 500)],
 )
 def test_fine_tuning_lasts_as_long_as_in_the_paper(target, steps):
-    config = recipe("finetune_384", dataset=target)
+    config = recipe("finetune_384", {"data.dataset": target})
     assert config.schedule.steps == steps
     assert (config.optim.name, config.optim.momentum) == ("sgd", 0.9)
     assert (config.engine.batch_size, config.model.img_size) == (512, 384)
@@ -77,7 +77,7 @@ def test_fine_tuning_lasts_as_long_as_in_the_paper(target, steps):
 @pytest.mark.parametrize("fraction", [0.05, 0.1, 0.3, 0.5, 1.0])
 def test_a_fraction_is_passed_more_often_and_shows_as_many_images(fraction):
     kept = round(fraction * IMAGENET)
-    plan = make_plan(adjusted("subset", {"data.fraction": fraction}), kept)
+    plan = make_plan(recipe("subset", {"data.fraction": fraction}), kept)
     full = make_plan(recipe("deit_300"), IMAGENET)
     assert plan.steps == pytest.approx(full.steps, abs=2)
     assert plan.warmup == pytest.approx(full.warmup, abs=1)
@@ -95,6 +95,6 @@ def test_an_unknown_recipe_or_choice_is_refused_with_the_nearest():
     with pytest.raises(UserError, match="deit_300"):
         recipe("deit300")
     with pytest.raises(UserError, match="model"):
-        recipe("digits", modle="convit_nano")
+        recipe("digits", {"modle": "convit_nano"})
     with pytest.raises(UserError, match="pets"):
-        recipe("finetune_384", dataset="pet")
+        recipe("finetune_384", {"data.dataset": "pet"})

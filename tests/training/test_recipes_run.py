@@ -10,7 +10,6 @@ import pytest
 
 from locality.checkpoints.run_state import load_best_state
 from locality.training import RECIPES, RunConfig, recipe, replace
-from locality.training.recipes import adjusted
 
 from .conftest import train
 
@@ -69,10 +68,12 @@ FAST = ("deit_300", "finetune_384", "distill_hard")
     [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in RECIPES],
 )
 def test_a_recipe_trains_evaluates_and_saves(name, images, tmp_path):
-    config = stand_in(adjusted(name, {"data.fraction": 0.5} if name == "subset" else {}), images)
+    config = stand_in(recipe(name, {"data.fraction": 0.5} if name == "subset" else {}), images)
     if name.startswith("finetune"):
         donor = stand_in(
-            recipe("cvt_300") if name == "finetune_384" else recipe("photos", model="convit_tiny"),
+            recipe("cvt_300")
+            if name == "finetune_384"
+            else recipe("photos", {"model.name": "convit_tiny"}),
             images,
         )
         train(replace(donor, {"model.img_size": 16}), tmp_path / "donor")

@@ -19,7 +19,6 @@ from locality.training import devices, dry_run, recipe, replace
 from locality.training.devices import choose_precision, resolve_accelerator
 from locality.training.loop import seed_pass
 from locality.training.model import initialize_model, settings_from_weights
-from locality.training.recipes import adjusted
 from locality.training.recorder import ProgressBar, Recorder
 from locality.training.resolved_run import ResolvedRun, saved_activations
 from locality.training.run_folder import RunFolder
@@ -207,7 +206,7 @@ def test_a_run_from_a_saved_folder_has_its_architecture(model, changes, tmp_path
     saved = locality.create_model(model, num_classes=3, **changes)
     prepared = Preprocessing(saved.config.img_size, (0.1, 0.2, 0.3), crop_pct=0.7)
     locality.save(saved, tmp_path, preprocessing=prepared, classes=["a", "b", "c"])
-    config = adjusted("finetune", settings_from_weights(str(tmp_path)))
+    config = recipe("finetune", settings_from_weights(str(tmp_path)))
     started, _ = initialize_model(config, ["a", "b", "c"])
     assert not signature_diff(started.config, saved.config)
     assert started.img_size == saved.img_size

@@ -21,7 +21,7 @@ from locality.machine import is_main_process
 from locality.settings import Setting, differences, flatten, replace, to_yaml
 from locality.templates import PAGE_MARK
 from locality.training.config import RunConfig, check_places, model_settings, read_config
-from locality.training.recipes import CUSTOM_DATA_RECIPES, RECIPES, adjusted, describe, recipe
+from locality.training.recipes import CUSTOM_DATA_RECIPES, RECIPES, describe, recipe
 
 if TYPE_CHECKING:
     from locality.trained import TrainedRun
@@ -61,8 +61,8 @@ def train(arguments: Sequence[str], command: str = "train") -> None:
     if options.fit is not None and not options.quiet and first:
         print(options.fit, file=sys.stderr)
     if options.dry_run:
-        measured = None if options.fit is None else options.fit.images_per_second
-        print(training.dry_run(config, folder, options.images_per_second or measured))
+        measured = None if options.fit is None else options.fit.cost
+        print(training.dry_run(config, folder, options.images_per_second, measured))
         return
     if options.record:
         from locality.analysis.recording import check_observable, record
@@ -88,7 +88,7 @@ def _train(config: RunConfig, folder: Path, quiet: bool, fit: Any = None) -> Non
         expected = baselines.listed(baselines.expected_baselines(config, known))
         if not quiet:
             say(f"to beat, on the same pixels: {expected}")
-    replan = None if fit is None else fit.lengthened
+    replan = None if fit is None else fit.replan
     result = training.train(config, folder, quiet=quiet, replan=replan)
     baselines.record_baselines([folder], known)
     if not quiet:
@@ -247,7 +247,7 @@ def resolve(
     # The architecture, and so its settings, are then only known after reading the weights.
     read = ("model.weights", "model.entry")
     named = {n: x for n, x in given.items() if n in read or not n.startswith("model.")}
-    config = adjusted(name, named if as_weights else given)
+    config = recipe(name, named if as_weights else given)
     folder = Path(output or default_folder(config))
     if not on_images:
         return config, folder, None
@@ -388,7 +388,7 @@ def demo(arguments: Sequence[str]) -> int | None:
         choices = {"model.name": model, "data.fraction": fraction, "seed": seed}
         # Not the images that the recipe was tuned on; a new split for each seed.
         choices |= {"data.part": (0.25, 1.0), "data.split_seed": seed}
-        config = adjusted("digits", choices | length)
+        config = recipe("digits", choices | length)
         name = f"{model}-{100 * fraction:g}pct-s{seed}"
         runs.append(Run(name, config, root / "runs" / name))
     print(f"Training {len(runs)} models on handwritten digits, {options.jobs} at a time …")

@@ -38,7 +38,7 @@ from locality.training.cost import format_duration, image_counts
 from locality.training.devices import resolve_accelerator
 from locality.training.model import build_model, settings_from_weights
 from locality.training.optim import make_plan
-from locality.training.recipes import SMALL_SIDE, adjusted
+from locality.training.recipes import SMALL_SIDE, recipe
 from locality.training.run_folder import RunFolder
 
 SCRATCH = ("convit_nano", "deit_nano", "cvt_nano", "timm/test_resnet")
@@ -114,7 +114,7 @@ def plan(
             short for the number of runs; see also `measured`.
     """
     path = folder / _PLAN
-    data = adjusted("photos", spec.data).data
+    data = recipe("photos", spec.data).data
 
     def fingerprint() -> str:
         return ImageFingerprint.of(open_data(data, seed=0)).fingerprint
@@ -150,22 +150,22 @@ def plan(
 
 def _choose_configs(spec: ComparisonSpec, jobs: int, threads: int) -> dict[str, RunConfig]:
     started = perf_counter()
-    recipe = "finetune" if spec.pretrained else "photos"
+    name = "finetune" if spec.pretrained else "photos"
     # No patience: the best of many evaluations favours models whose accuracy fluctuates.
     given = spec.data | {"engine.tensorboard": False, "schedule.patience": None}
     given |= {"data.fold": (0, spec.folds)} if spec.folds else {}
     given |= {"data.workers": 0} if jobs > 1 else {}  # training uses all cores
-    smallest = adjusted(recipe, given | {"data.fraction": min(spec.fractions)}).data
+    smallest = recipe(name, given | {"data.fraction": min(spec.fractions)}).data
     open_data(smallest, seed=0)  # fails if a class is empty
     starts = {model: _start(spec, model) for model in spec.models}
     if spec.minutes is None:
         length = {"schedule.steps": spec.steps}
-        return {model: adjusted(recipe, given | of | length) for model, of in starts.items()}
-    splits = open_data(adjusted(recipe, given).data, seed=0)
+        return {model: recipe(name, given | of | length) for model, of in starts.items()}
+    splits = open_data(recipe(name, given).data, seed=0)
     small = not spec.pretrained and (spec.img_size or SMALL_SIDE) <= SMALL_SIDE
     alike = {"engine.batch_size": batch_size(len(splits.train), small)} | given
     with arithmetic_threads(threads):
-        found = {model: measured(recipe, alike | of, splits) for model, of in starts.items()}
+        found = {model: measured(name, alike | of, splits) for model, of in starts.items()}
     spent = perf_counter() - started
     # `beside`: seconds outside of the runs; `each`: seconds per run.
     costs = [cost for _, cost in found.values()]
@@ -183,7 +183,7 @@ def _choose_configs(spec: ComparisonSpec, jobs: int, threads: int) -> dict[str, 
         )
     chosen = {}
     for model, (changes, cost) in found.items():
-        config, seconds = fit(recipe, changes, cost, each)
+        config, seconds = fit(name, changes, cost, each)
         schedule = config.schedule  # save about once per minute
         every = max(schedule.eval_every, schedule.length * min(1, _SAVE_SECONDS / seconds))
         chosen[model] = settings.replace(config, {"schedule.save_every": every})

@@ -6,7 +6,6 @@ An executor executes each run once and reports errors. Results are read from the
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import multiprocessing
 import os
@@ -28,7 +27,7 @@ import torch
 from locality import checks
 from locality.errors import Interrupted, ProcessKilled, UserError, lookup, one_line, require
 from locality.runner.runs import Outcome, Run, threads_per_run, with_needs
-from locality.training import RunConfig
+from locality.training import RunConfig, replace
 from locality.training.cost import format_duration
 from locality.training.devices import launched_externally
 
@@ -69,8 +68,8 @@ def _with_one_device(config: RunConfig) -> RunConfig:
     """
     if config.engine.devices or launched_externally():
         return config
-    one = dataclasses.replace(config.engine, devices=1, num_nodes=1, strategy="auto")
-    return dataclasses.replace(config, engine=one)
+    one = {"engine.devices": 1, "engine.num_nodes": 1, "engine.strategy": "auto"}
+    return replace(config, one)
 
 
 def log_file(folder: Path) -> Path:

@@ -15,15 +15,8 @@ from locality.errors import UserError
 from locality.files import read_yaml
 from locality.machine import processors
 from locality.settings import flatten, to_dict, with_role
-from locality.training.config import RunConfig, changed_settings, read_config
-from locality.training.cost import (
-    STEP_FORWARDS,
-    Cost,
-    format_duration,
-    forward_macs,
-    image_counts,
-    training_speed,
-)
+from locality.training.config import RunConfig, read_config
+from locality.training.cost import STEP_FORWARDS, estimate_cost, format_duration
 from locality.training.optim import make_plan
 from locality.training.run_folder import RunFolder
 
@@ -65,10 +58,8 @@ class Run:
         """Whether the folder holds the result of this configuration."""
         if self.result() is None:
             return False
-        if self.task != TRAIN:
-            return True  # other tasks may change the configuration
-        changed = changed_settings(read_config(self.folder), self.config, _same_name)
-        return all(name in _NO_NUMBER for name, *_ in changed)
+        # Other tasks may change the configuration.
+        return self.task != TRAIN or digest(read_config(self.folder)) == digest(self.config)
 
 
 @dataclass(frozen=True)
@@ -103,10 +94,6 @@ def _as_introduced(name: str) -> str:
     """A setting's name in the digest: architecture settings used to be under model.overrides."""
     is_own = name.startswith("model.") and name not in _INTRODUCED
     return name.replace("model.", "model.overrides.", 1) if is_own else name
-
-
-def _same_name(old: str | None, new: str | None) -> bool:
-    return _folder_name(old) == _folder_name(new)
 
 
 def _folder_name(value: str | None) -> str | None:
@@ -154,10 +141,7 @@ class RunCost:
 
 
 def run_cost(run: Run, threads: int = 1) -> RunCost:
-    """The cost of a run.
-
-    One network per model name is timed; others of that name are assumed to be as fast per
-    multiply-accumulate.
+    """The cost of a run: recorded, or as by `estimate_cost`.
 
     Args:
         run: the run.
@@ -171,14 +155,10 @@ def run_cost(run: Run, threads: int = 1) -> RunCost:
             macs = STEP_FORWARDS * result["macs"] * images
             return RunCost(state, images, macs, result["seconds"])
     try:
-        training, validation, classes = image_counts(config)
-        plan = make_plan(config, training)
-        macs = forward_macs(config.model, classes)
-        computing = STEP_FORWARDS * macs / training_speed(config, classes, threads)
-        # Loading time is neglected: the images are small.
-        cost = Cost(training, validation, classes, macs, 0.0, computing)
+        cost = estimate_cost(config, threads)
+        plan = make_plan(config, cost.train)
         seconds = cost.seconds(plan.images, plan.evaluations)
-        return RunCost(state, plan.images, STEP_FORWARDS * macs * plan.images, seconds)
+        return RunCost(state, plan.images, STEP_FORWARDS * cost.macs * plan.images, seconds)
     except (UserError, OSError) as error:
         return RunCost(state, problem=str(error))
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -26,7 +27,7 @@ from locality.training.config import RunConfig
 from locality.training.cost import Cost, format_duration, forward_macs, measure_cost
 from locality.training.devices import launched_externally
 from locality.training.optim import make_plan
-from locality.training.recipes import adjusted, is_small
+from locality.training.recipes import is_small, recipe
 from locality.training.resolved_run import ResolvedRun
 
 # Models to train from scratch, by cost, with their image and patch sizes: grids of 7×7 or 8×8
@@ -66,43 +67,17 @@ class AutoFit:
     Attributes:
         config: the complete run.
         reasons: the choices and their reasons, one per line.
-        name, changes: recipe and settings, except the schedule.
         cost: the cost on this machine, from which the length was chosen; None if that was given.
-        end: the deadline, by `time.perf_counter`.
+        replan: as for `train`; None if the length was given.
     """
 
     config: RunConfig
     reasons: tuple[str, ...]
-    name: str
-    changes: Mapping[str, Any]
     cost: Cost | None = None
-    end: float = 0.0
+    replan: Callable[[int, float], RunConfig] | None = None
 
     def __str__(self) -> str:
         return "\n".join(self.reasons)
-
-    @property
-    def images_per_second(self) -> float | None:
-        """Training speed on this machine; None if not measured."""
-        return None if self.cost is None else 1 / self.cost.training
-
-    def lengthened(self, steps: int, seconds: float) -> RunConfig:
-        """The run with the length that fits the time left, which may be shorter.
-
-        Warm-up does not depend on the length, so a run whose length changes at the end of warm-up
-        equals a run that had this length from the first step.
-
-        Args:
-            steps: steps so far, which are those of warm-up.
-            seconds: their duration.
-        """
-        if self.cost is None:
-            return self.config
-        per_image = seconds / (steps * self.config.engine.batch_size)
-        factor = per_image / self.cost.training
-        loading, computing = factor * self.cost.loading, factor * self.cost.computing
-        cost = replace(self.cost, loading=loading, computing=computing, decoding=0.0)
-        return fit(self.name, self.changes, cost, self.end - perf_counter(), steps)[0]
 
 
 Measured = tuple[dict[str, Any], Cost]
@@ -121,7 +96,7 @@ def fit(
         seconds: the available time.
         begun: steps already made, which were those of warm-up.
     """
-    config, evaluations = adjusted(name, changes), cost.evaluations(seconds)
+    config, evaluations = recipe(name, changes), cost.evaluations(seconds)
     batch, most = config.engine.batch_size, _most_images(name, config, cost)
     images = min(cost.images(seconds, evaluations), most - begun * batch)
     steps = begun + max(1, round(images / batch))
@@ -131,7 +106,28 @@ def fit(
     # Patience keeps the best weights; fine-tuning large models also stops early.
     length |= {"schedule.patience": 3 * every if _tunes_large(name, config) else steps}
     took = cost.seconds((steps - begun) * batch, evaluations)
-    return adjusted(name, length | dict(changes)), took
+    return recipe(name, length | dict(changes)), took
+
+
+def _replan(
+    name: str, changes: Mapping[str, Any], cost: Cost, end: float, steps: int, seconds: float
+) -> RunConfig:
+    """The run with the length that fits the time left, which may be shorter.
+
+    Warm-up does not depend on the length, so a run whose length changes at the end of warm-up
+    equals a run that had this length from the first step.
+
+    Args:
+        name, changes, cost: as for `fit`.
+        end: the deadline, by `time.perf_counter`.
+        steps: steps so far, which are those of warm-up.
+        seconds: their duration.
+    """
+    per_image = seconds / (steps * recipe(name, changes).engine.batch_size)
+    factor = per_image / cost.training
+    loading, computing = factor * cost.loading, factor * cost.computing
+    cost = replace(cost, loading=loading, computing=computing, decoding=0.0)
+    return fit(name, changes, cost, end - perf_counter(), steps)[0]
 
 
 def _tunes_large(name: str, config: RunConfig) -> bool:
@@ -157,18 +153,17 @@ def measured(name: str, changes: Mapping[str, Any], splits: DataSplits | None = 
         UserError: if the run cannot work as configured, or torchrun or srun started several
             processes.
     """
-    run = ResolvedRun(adjusted(name, changes), splits)
+    run = ResolvedRun(recipe(name, changes), splits)
     if run.world_size > 1 and launched_externally():
         raise UserError(
             "several processes would choose different settings; first run `locality train … "
             "--print_config > run.yaml` in one process, then start all with --config run.yaml"
         )
     cost = measure_cost(run)
-    chosen = dict(changes)
-    if cost.loading > cost.computing / 4:
-        chosen.setdefault("data.workers", min(machine.processors(), 8))
-    workers = adjusted(name, chosen).data.workers * run.world_size
-    return chosen, replace(cost, workers=workers)
+    if "data.workers" in changes or cost.loading <= cost.computing / 4:
+        return dict(changes), cost
+    workers = min(machine.processors(), 8)
+    return {**changes, "data.workers": workers}, replace(cost, workers=workers * run.world_size)
 
 
 def _measured_fastest(name: str, changes: Mapping[str, Any], splits: DataSplits) -> Measured:
@@ -199,13 +194,13 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
 
     Raises:
         UserError: if the data cannot be used, the time is too short to see each image once, or as
-            `recipes.adjusted`.
+            `recipe`.
     """
     if minutes is not None:
         checks.typed("minutes", minutes, checks.Positive)
     started, budget = perf_counter(), 60 * (minutes or 0)
     tuned = name == "finetune"
-    config = adjusted(name, given)
+    config = recipe(name, given)
     splits = open_data(config.data, config.seed)
     opening = perf_counter() - started  # the run opens the data again
     images, side = len(splits.train), median_shorter_side(splits.train)
@@ -217,7 +212,7 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
 
     def at(size: Mapping[str, Any]) -> dict[str, Any]:
         changes = dict(size) | dict(given)
-        sized = adjusted(name, changes)
+        sized = recipe(name, changes)
         batch = batch_size(images, small=_small(sized))
         return {"engine.batch_size": batch} | (mixed if _tunes_large(name, sized) else {}) | changes
 
@@ -230,7 +225,7 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
 
     def seen(changes: Mapping[str, Any]) -> float:
         """Images that a run sees, at the same speed per multiply-accumulate as `cost`."""
-        sized = adjusted(name, changes)
+        sized = recipe(name, changes)
         if cost is None:
             return make_plan(sized, images).images
         macs = forward_macs(sized.model, cost.classes)
@@ -248,33 +243,26 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
         size, why = other, f"the largest that can learn in {span}"
     if size != smallest:
         changes, cost = measure(size)
+    off = _unmixed(name, changes, seen(changes))
+    changes |= off
     if cost is None or minutes is None:
-        off = _unmixed(name, changes, seen(changes))
-        run = ResolvedRun(adjusted(name, changes | off), splits)
-        return AutoFit(run.config, (about, *_chosen(run, why, off)), name, changes | off)
+        run = ResolvedRun(recipe(name, changes), splits)
+        return AutoFit(run.config, (about, *_chosen(run, why, off)))
 
     remaining = left(cost)
     passes, beside = cost.passes(remaining), budget - remaining
-    short = ""
-    if passes < MIN_EPOCHS:
-        enough = SLACK * (cost.enough(MIN_EPOCHS) + beside) / 60
-        short = _too_short(ResolvedRun(adjusted(name, changes), splits), passes, minutes, enough)
-    if passes < 1:
-        raise UserError(short)
-    off = _unmixed(name, changes, passes * images)
-    changes |= off
     config, seconds = fit(name, changes, cost, remaining)
     run, threads = ResolvedRun(config, splits), config.engine.threads
-    by_workers = f" by each of {cost.workers} processes" if cost.workers else ""
-    if cost.decoding > cost.loading:
-        by_workers += f" ({1000 * cost.decoding:.3g} ms more the first time)"
+    enough = SLACK * (cost.enough(MIN_EPOCHS) + beside) / 60
+    short = _too_short(run, passes, minutes, enough) if passes < MIN_EPOCHS else ""
+    if passes < 1:
+        raise UserError(short)
+    limited = f" with {threads} of {torch.get_num_threads()} threads" if threads else ""
     longest = run.plan.images >= _most_images(name, config, cost) - run.plan.batch_size
     reasons = (
         about,
         *_chosen(run, why, off),
-        f"speed   {1 / cost.training:.3g} images/s: {1000 * cost.loading:.3g} ms to load one"
-        f"{by_workers}, {1000 * cost.computing:.3g} ms to compute"
-        + (f" with {threads} of {torch.get_num_threads()} threads" if threads else ""),
+        f"speed   {1 / cost.training:.3g} images/s{limited}; {cost.bottleneck}",
         f"time    about {format_duration(seconds + beside)} in all, with this choice, evaluations "
         "and baselines; the length is adjusted after warm-up to the speed so far",
         "keeps   the best and the last weights; the accuracy of the best of many evaluations is "
@@ -282,7 +270,7 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
         *([f"short   {short}"] if short else []),
         *_advice(name, minutes, longest, config.data.root),
     )
-    return AutoFit(config, reasons, name, changes, cost, started + budget)
+    return AutoFit(config, reasons, cost, partial(_replan, name, changes, cost, started + budget))
 
 
 def _too_short(run: ResolvedRun, passes: float, minutes: float, enough: float) -> str:
@@ -299,7 +287,7 @@ def _too_short(run: ResolvedRun, passes: float, minutes: float, enough: float) -
 
 def _unmixed(name: str, changes: Mapping[str, Any], seen: float) -> dict[str, float]:
     """Mixup and cutmix off, unless given, for small photographs of which so few are seen."""
-    if seen >= _MIXED_IMAGES or not _small(adjusted(name, changes)):
+    if seen >= _MIXED_IMAGES or not _small(recipe(name, changes)):
         return {}
     return {name: 0.0 for name in ("augment.mixup", "augment.cutmix") if name not in changes}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -215,7 +215,7 @@ class ObjectiveConfig:
         class_weights: weight each image's loss by mean class size / size of its class, so that rare
             classes count as much as common ones.
         teacher: distil from this model: a run folder, weights, a timm name (pretrained weights), or
-            timm's "local-dir:FOLDER" or "hf-hub:REPOSITORY"; None trains on labels alone.
+            a hub repository, "user/name"; None trains on labels alone.
         teacher_weights: a local file with the timm teacher's weights, instead of a download.
         teacher_entry: the state dict of `teacher_weights` or `teacher` to load, if it has several.
         teacher_share: weight of the distillation loss; the loss on labels has the rest.
@@ -393,10 +393,22 @@ def check_folder(folder: Path, config: RunConfig) -> None:
             raise UserError(
                 f"{folder} has {some(others)} and is not a run folder; choose a new or empty one"
             )
-    elif changes := describe_changes(changed_settings(read_config(folder), config, same_path)):
+    else:
+        check_same(folder, read_config(folder), config)
+
+
+def check_same(folder: Path, before: RunConfig, now: RunConfig) -> None:
+    """Check that the settings with which a run started have not changed."""
+    how, runs = settings.with_role(RunConfig, "how"), settings.with_role(RunConfig, "run")
+    changed = [
+        (name, old, new)
+        for name, old, new in settings.differences(before, now)
+        if name not in how and not (name in runs and same_path(old, new))
+    ]
+    if changed:
         raise UserError(
-            f"run folder {folder} belongs to another configuration "
-            f"({changes}); give its settings to resume it, or another folder"
+            f"run folder {folder} was started with other settings ({describe_changes(changed)}); "
+            f"restore them to resume it, or choose another folder"
         )
 
 
@@ -441,17 +453,6 @@ def computation_settings(config: RunConfig) -> dict[str, Any]:
         group, _, setting = name.partition(".")
         del values[group][setting]
     return values
-
-
-def changed_settings(
-    before: RunConfig, now: RunConfig, same_folder: Callable[[Any, Any], bool]
-) -> list[tuple[str, Any, Any]]:
-    how, runs = settings.with_role(RunConfig, "how"), settings.with_role(RunConfig, "run")
-    return [
-        (name, old, new)
-        for name, old, new in settings.differences(before, now)
-        if name not in how and not (name in runs and same_folder(old, new))
-    ]
 
 
 def describe_changes(changed: list[tuple[str, Any, Any]]) -> str:

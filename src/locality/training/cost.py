@@ -83,11 +83,6 @@ class Cost:
         return self._together(self.computing / STEP_FORWARDS)
 
     @property
-    def first_extra(self) -> float:
-        """Seconds added to a run by the first decoding of an image."""
-        return self.decoding * (max(1, self.workers) * self._share if self.on_processor else 1)
-
-    @property
     def cores(self) -> int:
         """Cores needed to read images as fast as the model trains on them."""
         return math.ceil(self.loading / self.computing)
@@ -111,13 +106,11 @@ class Cost:
 
     def seconds(self, images: float, evaluations: float) -> float:
         """Seconds to train on `images`, with this many evaluations."""
-        training = images * self.training + self.train * self.first_extra
-        return training + self._evaluation_seconds(evaluations)
+        return images * self.training + self._overhead(evaluations)
 
     def images(self, seconds: float, evaluations: float) -> float:
         """Images that can be trained on in `seconds`, with this many evaluations."""
-        left = seconds - self._evaluation_seconds(evaluations) - self.train * self.first_extra
-        return max(0.0, left / self.training)
+        return max(0.0, (seconds - self._overhead(evaluations)) / self.training)
 
     def evaluations(self, seconds: float) -> int:
         """Number of evaluations of a run on custom images that lasts `seconds`."""
@@ -140,8 +133,11 @@ class Cost:
         macs = train * _BASELINE_PIXELS * (val + 3 * _REGRESSION_STEPS * self.classes)
         return (train + val) * (self.loading + self.decoding) + macs / _BASELINE_MACS
 
-    def _evaluation_seconds(self, count: float) -> float:
-        return self.val * (self.loading + self.decoding + count * self.evaluating)
+    def _overhead(self, evaluations: float) -> float:
+        """Seconds to evaluate, and to decode every image for the first time."""
+        processes = max(1, self.workers) * self._share if self.on_processor else 1
+        evaluating = self.val * (self.loading + self.decoding + evaluations * self.evaluating)
+        return evaluating + self.train * self.decoding * processes
 
     def _together(self, computing: float) -> float:
         if not self.workers:
@@ -261,6 +257,18 @@ def training_speed(config: RunConfig, classes: int, threads: int) -> float:
             fastest = min(time_steps(alone, classes, config.engine.batch_size))
         _SPEEDS[named] = STEP_FORWARDS * forward_macs(config.model, classes) / fastest
     return _SPEEDS[named]
+
+
+def estimate_cost(config: RunConfig, threads: int) -> Cost:
+    """The cost of a run on small images, whose loading time is neglected.
+
+    Raises:
+        UserError: as `image_counts`.
+    """
+    train, val, classes = image_counts(config)
+    macs = forward_macs(config.model, classes)
+    computing = STEP_FORWARDS * macs / training_speed(config, classes, threads)
+    return Cost(train, val, classes, macs, 0.0, computing)
 
 
 def image_counts(config: RunConfig) -> tuple[int, int, int]:
@@ -396,7 +404,10 @@ class DryRun:
 
 
 def dry_run(
-    config: RunConfig, folder: Path | str | None = None, images_per_second: float | None = None
+    config: RunConfig,
+    folder: Path | str | None = None,
+    images_per_second: float | None = None,
+    cost: Cost | None = None,
 ) -> DryRun:
     """Check a run and estimate its cost.
 
@@ -404,6 +415,7 @@ def dry_run(
         config: the run.
         folder: the run's folder, checked if it exists; nothing is written.
         images_per_second: training speed over all processes; measured here unless given.
+        cost: the run's cost, if already measured; not used if a speed is given.
 
     Raises:
         UserError: if `train` would refuse the run.
@@ -416,5 +428,6 @@ def dry_run(
         recorded = RunFolder(folder).recorded_classes()
     run = ResolvedRun(config, classes=recorded)
     run.check_start()
-    cost = measure_cost(run, images_per_second)
+    if cost is None or images_per_second is not None:
+        cost = measure_cost(run, images_per_second)
     return DryRun(run, cost, images_per_second, run.splits.file_bytes())

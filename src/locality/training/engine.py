@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,17 +19,17 @@ from lightning_fabric import Fabric
 from torch.multiprocessing import ProcessExitedException
 
 from locality.checkpoints.run_state import DamagedCheckpoint, read_checkpoint
+from locality.data import DataSplits
 from locality.data.loader import translate_killed_worker
-from locality.data.sources import ImageFingerprint
 from locality.data.validation import verify
 from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError
 from locality.files import write_atomic
 from locality.layers.cpu import arithmetic_threads
-from locality.models import ImageClassifier
-from locality.training.config import RunConfig, check_places
+from locality.settings import from_dict
+from locality.training.config import RunConfig, check_places, check_same
 from locality.training.devices import create_fabric
 from locality.training.loop import Loop, Replan
-from locality.training.model import build_model, initialize_model
+from locality.training.model import build_model
 from locality.training.processes import Peers, SignalHandler, end_children, forward_signals
 from locality.training.recorder import NoRecorder, Recorder, restore_metrics
 from locality.training.resolved_run import ResolvedRun, class_counts
@@ -42,6 +43,8 @@ def train(
     *,
     quiet: bool = False,
     replan: Replan | None = None,
+    splits: DataSplits | None = None,
+    components: Callable[..., Components] = Components,
 ) -> dict[str, Any]:
     """Train in `folder`; resume an unfinished run, or return the result of a finished one.
 
@@ -52,6 +55,8 @@ def train(
         folder: the run folder; `locality.training.run_folder` lists its files.
         quiet: print nothing.
         replan: changes the run's length at the end of warm-up (`Loop`).
+        splits: images to train and evaluate on instead of the configured ones.
+        components: builds the components, such as a subclass with another loss.
 
     Returns:
         the content of result.json.
@@ -65,40 +70,10 @@ def train(
         DamagedCheckpoint: if all checkpoints are damaged.
         CheckpointNotSaved: if the disk is full.
     """
-    return launch(Training(config, RunFolder(folder), quiet, replan))
-
-
-@dataclass
-class Training:
-    """The training of each process; subclasses may use other images or another loss.
-
-    Attributes:
-        config: the complete run.
-        folder: its folder.
-        quiet: print nothing.
-        replan: as for `train`.
-    """
-
-    config: RunConfig
-    folder: RunFolder
-    quiet: bool = False
-    replan: Replan | None = None
-
-    def resolve(self) -> ResolvedRun:
-        """The run with its data."""
-        return ResolvedRun(self.config, classes=self.folder.recorded_classes())
-
-    def components(self, fabric: Fabric, run: ResolvedRun, model: ImageClassifier) -> Components:
-        """The model, optimiser and objective of the run."""
-        return Components(fabric, run, model)
-
-
-def launch(training: Training) -> dict[str, Any]:
-    """Train in all processes of a run; returns and raises as `train`."""
-    engine = training.config.engine
-    fabric = create_fabric(engine)
+    training = _Training(config, RunFolder(folder), quiet, replan, splits, components)
+    fabric = create_fabric(config.engine)
     peers = Peers(fabric)
-    spawned = engine.strategy in ("ddp_spawn", "ddp_fork")
+    spawned = config.engine.strategy in ("ddp_spawn", "ddp_fork")
     try:
         with forward_signals() if spawned else peers.watch():
             outcome = fabric.launch(partial(_train_on_rank, training, peers))
@@ -118,7 +93,23 @@ def launch(training: Training) -> dict[str, Any]:
     raise peers.exit_error(outcome) if fabric.global_rank > 0 else outcome
 
 
-def _train_on_rank(training: Training, peers: Peers, fabric: Fabric) -> dict[str, Any] | Exception:
+@dataclass
+class _Training:
+    """The arguments of `train`, for each process."""
+
+    config: RunConfig
+    folder: RunFolder
+    quiet: bool
+    replan: Replan | None
+    splits: DataSplits | None
+    components: Callable[..., Components]
+
+    def resolve(self) -> ResolvedRun:
+        """The run with its data."""
+        return ResolvedRun(self.config, self.splits, self.folder.recorded_classes())
+
+
+def _train_on_rank(training: _Training, peers: Peers, fabric: Fabric) -> dict[str, Any] | Exception:
     """Train in one process: the content of result.json, or the error that every rank raises."""
     atexit.register(end_children)
     try:
@@ -145,7 +136,7 @@ def _clear_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _train(training: Training, fabric: Fabric) -> dict[str, Any] | Exception:
+def _train(training: _Training, fabric: Fabric) -> dict[str, Any] | Exception:
     config, folder, quiet = training.config, training.folder, training.quiet
     shared: Any = None
     opened: _Opened | None = None
@@ -161,47 +152,41 @@ def _train(training: Training, fabric: Fabric) -> dict[str, Any] | Exception:
         if fabric.is_global_zero and not quiet:
             print(f"run {folder.path} is finished: top-1 {shared['top1']:.2f}%")
         return shared
-    name, fingerprint, notes = shared
     if opened is None:  # another rank, after rank 0 has checked everything
-        resumed = read_checkpoint(folder.checkpoints.path / name) if name else None
-        opened = training.resolve(), resumed, None
-    run, checkpoint, initial = opened
-    classes = run.splits.classes
+        resumed = read_checkpoint(folder.checkpoints.path / shared) if shared else None
+        opened = training.resolve(), resumed
+    run, checkpoint = opened
     with arithmetic_threads(config.engine.threads), SignalHandler().installed() as signals:
         # A resumed run takes its weights from the checkpoint, whatever it started from.
         if checkpoint is None:
-            model, changes = initial or initialize_model(config, classes)
-            notes += changes
+            model, changes = run.starting_model
+            run.notes += changes
         else:
-            model = build_model(config, len(classes))
+            model = build_model(config, len(run.splits.classes))
         parts = training.components(fabric, run, model)
-        notes += parts.notes
         state = TrainState() if checkpoint is None else parts.load(checkpoint)
         recorder: Any = NoRecorder()
         if fabric.is_global_zero:
             recorder = Recorder(folder, run, state, quiet)
             folder.record_start(config, state.step, str(fabric.device), run.precision)
             if state.step:
-                notes.insert(0, f"resumed after step {state.step:,}")
+                run.notes.insert(0, f"resumed after step {state.step:,}")
             lines = [f"run {folder.path}, seed {config.seed}", *str(run).splitlines()]
-            lines += [f"note    {note}" for note in notes]
             recorder.log("\n  ".join(lines))
         with contextlib.closing(recorder):
-            loop = Loop(fabric, run, parts, recorder, signals, state, fingerprint, training.replan)
-            return fabric.broadcast(recorder.finish(loop.run(), fingerprint))
+            loop = Loop(fabric, run, parts, recorder, signals, state, training.replan)
+            return fabric.broadcast(recorder.finish(loop.run()))
 
 
-_Initial = tuple[ImageClassifier, list[str]]
-_Opened = tuple[ResolvedRun, dict[str, Any] | None, _Initial | None]
+_Opened = tuple[ResolvedRun, dict[str, Any] | None]
 
 
-def _open_on_rank0(training: Training) -> tuple[Any, _Opened | None]:
+def _open_on_rank0(training: _Training) -> tuple[Any, _Opened | None]:
     """Check everything and lock the folder.
 
     Returns:
-        for every rank, the result of a finished run, or the name of the checkpoint to resume (""
-        for none), the fingerprint of the images and notes; for rank 0, the run, the checkpoint and,
-        if the run starts from weights, the result of `initialize_model`.
+        for every rank, the result of a finished run, or the name of the checkpoint to resume, ""
+        for none; for rank 0, the run and the checkpoint.
 
     Raises:
         UserError: if the run cannot work as configured, or cannot continue with its images.
@@ -210,71 +195,57 @@ def _open_on_rank0(training: Training) -> tuple[Any, _Opened | None]:
     config, folder = training.config, training.folder
     check_places(config, folder.path)
     run = training.resolve()
-    initial = run.check_start()
+    run.check_start()
     folder.prepare(config)
-    splits, record = run.splits, ImageFingerprint.of(run.splits)
+    splits = run.splits
     result = folder.read_result(whole=True)
     if result is not None:
-        found = _differences(folder, record, result.get("images"))
-        if found and config.data.on_changed_images == "error":
-            raise UserError(
-                f"run folder {folder.path} has finished on other images ({found}); train on these "
-                f"in a new folder (--output), or restore its images"
-            )
+        _check_images(folder, run, result.get("images"))
         return result, None
     folder.check_space(run.checkpoint_bytes, best=run.plan.patience is not None)
     checkpoint, name, passed_over = folder.checkpoints.load()
-    notes = [f"{reason}; continuing from the one before it" for reason in passed_over]
+    run.notes += [f"{reason}; continuing from the one before it" for reason in passed_over]
     if checkpoint is None and folder.metrics_file.exists():
-        notes.append(f"{folder.path} has metrics but no checkpoint: starting again")
+        run.notes.append(f"{folder.path} has metrics but no checkpoint: starting again")
     if checkpoint is not None:
-        folder.check_checkpoint_config(config, checkpoint["config"])
-        notes += _check_images(folder, run, checkpoint, record)
-        notes += restore_metrics(folder, checkpoint)
+        # config.yaml may have been edited.
+        check_same(folder.path, from_dict(RunConfig, checkpoint["config"]), config)
+        changed = _check_images(folder, run, checkpoint["data"])
+        if changed and (folder.classes() != splits.classes or checkpoint["step"] > run.plan.steps):
+            raise UserError(
+                f"{changed[0]}, and so have the classes or the number of steps, so the run cannot "
+                f"continue; restore them or start in a new folder"
+            )
+        run.notes += changed + restore_metrics(folder, checkpoint)
     elif config.data.on_bad(training=False) == "error":
-        notes += [note for note in [verify(splits.val)] if note]
-    write_atomic(folder.images_file, record.table)
+        run.notes += [note for note in [verify(splits.val)] if note]
+    write_atomic(folder.images_file, run.images.table)
     folder.write_json(folder.classes_file, splits.classes)
     folder.write_json(folder.counts_file, class_counts(splits.train, splits.classes))
-    return (name, record.fingerprint, notes), (run, checkpoint, initial)
+    return name, (run, checkpoint)
 
 
-def _check_images(
-    folder: RunFolder, run: ResolvedRun, checkpoint: dict[str, Any], record: ImageFingerprint
-) -> list[str]:
-    """Compare the images of a checkpoint with the current ones; returns notes on differences.
-
-    Raises:
-        UserError: if they differ, and the run may not or cannot continue with others.
-    """
-    if not (found := _differences(folder, record, checkpoint["data"])):
-        return []
-    changed = f"the images of run folder {folder.path} have changed since its checkpoint ({found})"
-    if run.config.data.on_changed_images == "error":
-        raise UserError(
-            f"{changed}; restore them, start in a new folder, or continue with them: "
-            f"data.on_changed_images resume"
-        )
-    if folder.classes() != run.splits.classes or checkpoint["step"] > run.plan.steps:
-        raise UserError(
-            f"{changed}, and so have the classes or the number of steps, so the run cannot "
-            f"continue; restore them or start in a new folder"
-        )
-    return [changed]
-
-
-def _differences(folder: RunFolder, record: ImageFingerprint, before: str | None) -> str:
-    """The difference between a run's recorded and current images, in words; "" for none.
+def _check_images(folder: RunFolder, run: ResolvedRun, before: str | None) -> list[str]:
+    """Compare a run's recorded images with the current ones; returns notes on differences.
 
     Args:
         folder: the run folder, with a table of the recorded images.
-        record: the fingerprint of the current images.
+        run: the run, with the current images.
         before: the recorded fingerprint; None in earlier versions, where the table decides.
+
+    Raises:
+        UserError: if they differ, and the run may not continue with others.
     """
-    if before == record.fingerprint:
-        return ""
+    if before == run.images.fingerprint:
+        return []
+    found = "" if before is None else "other images, labels or classes"
     if folder.images_file.exists():
         with contextlib.suppress(UserError):  # a damaged table: digests decide
-            if found := record.differences(folder.images_file):
-                return found
-    return "" if before is None else "other images, labels or classes"
+            found = run.images.differences(folder.images_file) or found
+    changed = f"the images of run folder {folder.path} have changed ({found})"
+    if found and run.config.data.on_changed_images == "error":
+        raise UserError(
+            f"{changed}; restore them, use a new folder (--output), or accept them: "
+            f"data.on_changed_images resume"
+        )
+    return [changed] if found else []

@@ -22,16 +22,9 @@ from torch import Tensor, nn
 
 from locality import checks
 from locality.checkpoints.api import Classifier, open_model
-from locality.data import (
-    Batch,
-    BatchLoader,
-    DataConfig,
-    DataSplits,
-    ImageSource,
-    eval_loader,
-    open_data,
-)
+from locality.data import Batch, BatchLoader, DataSplits, ImageSource, eval_loader, open_data
 from locality.data.classes import class_difference, joinable, numbered
+from locality.data.config import DataConfig
 from locality.data.datasets import renumber
 from locality.data.loader import translate_killed_worker
 from locality.errors import UserError, prefix_errors, some
@@ -399,9 +392,7 @@ class Predictions:
     @property
     def macro(self) -> float:
         """Mean per-class accuracy in percent, over classes that have images."""
-        images = np.bincount(self.labels)
-        right = np.bincount(self.labels[self.right], minlength=len(images))
-        return float(100 * np.mean(right[images > 0] / images[images > 0]))
+        return float(np.mean([row["recall"] for row in self.by_recall()]))
 
     @property
     def never(self) -> list[str]:

@@ -17,7 +17,7 @@ from lightning_fabric import Fabric
 from torch import Tensor, nn
 
 from locality.data import Batch, Stream, eval_loader, hash_seed, seed_generators, train_loader
-from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError
+from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError, some
 from locality.models import ImageClassifier
 from locality.training.config import RunConfig, computation_settings
 from locality.training.evaluation import PredictionCollector, evaluate
@@ -62,7 +62,6 @@ class Loop:
         recorder: writes logs and checkpoints; `NoRecorder` on ranks other than 0.
         signals: the signals this process has received.
         state: the counters, new or from a checkpoint.
-        fingerprint: fingerprint of the images, saved in checkpoints.
         replan: gives the run's length at the end of warm-up, if one process trains and nothing is
             saved or evaluated yet: the steps so far do not depend on the length.
     """
@@ -73,7 +72,6 @@ class Loop:
     recorder: Recorder
     signals: SignalHandler
     state: TrainState
-    fingerprint: str = ""
     replan: Replan | None = None
 
     def __post_init__(self) -> None:
@@ -189,7 +187,7 @@ class Loop:
             with self.fabric.no_backward_sync(parts.forward, enabled=not last and not is_single):
                 with self.resolved.autocast():
                     outputs = parts.forward(images)
-                loss = parts.objective.loss(outputs, targets, images)
+                    loss = parts.objective.loss(outputs, targets, images)
                 total = parts.objective.batch_metrics(loss, outputs, targets) + total
                 if last:
                     # Before the backward pass, to overlap with it.
@@ -231,8 +229,8 @@ class Loop:
         if names:
             self.recorder.log(
                 f"step 1: no gradient reaches {len(names)} of the model's trained parameters: "
-                f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}. Unless a later layer "
-                f"starts at zero, they will never learn; check the model's settings"
+                f"{some(names, 3)}. Unless a later layer starts at zero, they will never learn; "
+                f"check the model's settings"
             )
 
     def _clip(self) -> bool:
@@ -350,7 +348,7 @@ class Loop:
         self.collectives.all_gather(self.state.skipped)
         if self.fabric.is_global_zero:
             checkpoint = {"step": self.state.step, "progress": asdict(self.state)}
-            checkpoint |= {"data": self.fingerprint, "config": computation_settings(self.config)}
+            checkpoint |= {"config": computation_settings(self.config)}
             self.recorder.save(checkpoint | self.parts.state())
         self._saved = self.state.step
 

@@ -15,9 +15,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from locality.checks import typed
+from locality.checks import ImageSize, typed
 from locality.data.config import AugmentConfig, DataConfig, Preprocessing
-from locality.errors import UserError, check_known, lookup
+from locality.errors import UserError, lookup
 from locality.models.config import to_2tuple
 from locality.models.variants import PREFIX, variant
 from locality.settings import replace, settings_of
@@ -57,7 +57,7 @@ def _as(base: RunConfig, recipe: str, **groups: Mapping[str, Any]) -> RunConfig:
     return dataclasses.replace(base, recipe=recipe, **changed)
 
 
-def digits(model: str = "convit_nano", seed: int = 0) -> RunConfig:
+def digits(model: str = "convit_nano") -> RunConfig:
     """Handwritten digits of 8×8 pixels: the small-image recipe, which `locality demo` runs.
 
     Command: `locality train digits`, and `--model.name deit_nano` for the baseline.
@@ -69,7 +69,6 @@ def digits(model: str = "convit_nano", seed: int = 0) -> RunConfig:
     """
     return RunConfig(
         recipe="digits",
-        seed=seed,
         model=ModelConfig(model),
         data=DataConfig("digits"),
         input=Preprocessing(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), crop_pct=1.0),
@@ -83,7 +82,7 @@ def digits(model: str = "convit_nano", seed: int = 0) -> RunConfig:
     )
 
 
-def fashion_mnist(model: str = "convit_nano", patch_size: int = 4, seed: int = 0) -> RunConfig:
+def fashion_mnist(model: str = "convit_nano") -> RunConfig:
     """Fashion-MNIST: photographs of clothes, 28×28, in 7×7 patches, or 14×14 with patch size 2.
 
     Command: `locality train fashion_mnist`, and `--model.name deit_nano` for the baseline. Without
@@ -94,9 +93,9 @@ def fashion_mnist(model: str = "convit_nano", patch_size: int = 4, seed: int = 0
     """
     has_patches = model.startswith(PREFIX) or hasattr(variant(model).config, "patch_size")
     return _as(
-        digits(model, seed=seed),
+        digits(model),
         "fashion_mnist",
-        model={"img_size": 28, "patch_size": patch_size if has_patches else None},
+        model={"img_size": 28, "patch_size": 4 if has_patches else None},
         data={"dataset": "fashion_mnist"},
         augment={"affine": 0.0, "mixup": 0.4, "cutmix": 0.5},
         optim={"lr": 7.1e-3, "weight_decay": 0.016},
@@ -105,9 +104,7 @@ def fashion_mnist(model: str = "convit_nano", patch_size: int = 4, seed: int = 0
     )
 
 
-def convit_cifar(
-    model: str = "convit_micro", dataset: str = "cifar100", seed: int = 0
-) -> RunConfig:
+def convit_cifar(model: str = "convit_micro", dataset: str = "cifar100") -> RunConfig:
     """CIFAR-100 or CIFAR-10 at its own 32×32 pixels, for ConViT and DeiT, on one GPU.
 
     Published: DeiT's recipe unchanged, for 1000 epochs at 224 pixels (appendix C), which is
@@ -125,7 +122,7 @@ def convit_cifar(
     Expect: not measured here, not in the paper; docs/choosing.md has published numbers.
     """
     return _as(
-        deit_300(model, seed),
+        deit_300(model),
         "convit_cifar",
         model={"img_size": 32},
         data={"dataset": dataset, "workers": 4},
@@ -137,7 +134,7 @@ def convit_cifar(
     )
 
 
-def cvt_cifar(model: str = "cvt_micro", dataset: str = "cifar100", seed: int = 0) -> RunConfig:
+def cvt_cifar(model: str = "cvt_micro", dataset: str = "cifar100") -> RunConfig:
     """CIFAR-100 or CIFAR-10 from scratch at its own 32×32 pixels, for CvT, on one GPU.
 
     Published: transfer from ImageNet-22k to CIFAR at 384 pixels (Table 4), which is `finetune_384`;
@@ -153,10 +150,10 @@ def cvt_cifar(model: str = "cvt_micro", dataset: str = "cifar100", seed: int = 0
     Cost: 0.007 exaFLOPs for `cvt_micro`, minutes on a GPU.
     Expect: not measured here, not in the paper; docs/choosing.md has published numbers.
     """
-    return _as(convit_cifar(model, dataset, seed), "cvt_cifar")
+    return _as(convit_cifar(model, dataset), "cvt_cifar")
 
 
-def deit_300(model: str = "convit_small", seed: int = 0) -> RunConfig:
+def deit_300(model: str = "convit_small") -> RunConfig:
     """ImageNet from scratch in 300 epochs, as DeiT and ConViT were trained (ConViT Table 1).
 
     The learning rate is 5e-4 per 512 images, so 1e-3 at the batch of 1024. The cosine spans all 300
@@ -174,7 +171,6 @@ def deit_300(model: str = "convit_small", seed: int = 0) -> RunConfig:
     """
     return RunConfig(
         recipe="deit_300",
-        seed=seed,
         model=ModelConfig(model, img_size=224, overrides={"drop_path_rate": 0.1}),
         data=DataConfig("imagenet", workers=8),
         augment=DEIT_AUGMENT,
@@ -187,20 +183,17 @@ def deit_300(model: str = "convit_small", seed: int = 0) -> RunConfig:
     )
 
 
-def deit_300_plus(model: str = "convit_small_plus", seed: int = 0) -> RunConfig:
+def deit_300_plus(model: str = "convit_small_plus") -> RunConfig:
     """`deit_300` for the wider "+" models: 4e-4 at a batch of 512 (ConViT §4).
 
     Command: `locality train deit_300_plus --data.root IMAGENET`
     Cost: 23 exaFLOPs for `convit_small_plus`.
     Expect: top-1 76.7 (`convit_tiny_plus`), 82.2 (`convit_small_plus`), 82.5 (`convit_base_plus`).
     """
-    base = deit_300(model, seed)
-    return _as(base, "deit_300_plus", optim={"lr": 4e-4}, engine={"batch_size": 512})
+    return _as(deit_300(model), "deit_300_plus", optim={"lr": 4e-4}, engine={"batch_size": 512})
 
 
-def distill_hard(
-    model: str = "convit_small_plus", teacher: str = "regnety_160", seed: int = 0
-) -> RunConfig:
+def distill_hard(model: str = "convit_small_plus", teacher: str = "regnety_160") -> RunConfig:
     """`deit_300_plus` with a teacher's predicted class as half of the target (ConViT app. B).
 
     The teacher is a timm model or a run folder and sees images at its own normalisation and size.
@@ -209,10 +202,10 @@ def distill_hard(
     Cost: 1.5 times that of `deit_300_plus`, because of the teacher's forward passes.
     Expect: top-1 82.9 (Table 4; 82.2 without the teacher).
     """
-    return _as(deit_300_plus(model, seed), "distill_hard", objective={"teacher": teacher})
+    return _as(deit_300_plus(model), "distill_hard", objective={"teacher": teacher})
 
 
-def subset(model: str = "convit_small", seed: int = 0) -> RunConfig:
+def subset(model: str = "convit_small") -> RunConfig:
     """`deit_300` on a fraction f of each class, for 300 / f epochs (ConViT Table 2).
 
     The number of images seen, the schedule and the cost are those of `deit_300`.
@@ -223,33 +216,32 @@ def subset(model: str = "convit_small", seed: int = 0) -> RunConfig:
     Expect: top-1 of ConViT-S (DeiT-S) 47.8 (34.8) at 5%, 59.6 (48.0) at 10%, 73.7 (66.1) at 30%,
     78.2 (74.6) at 50%.
     """
-    base = deit_300(model, seed)
-    return _as(base, "subset", data={"fraction": 0.1}, schedule={"constant_images": True})
+    data, schedule = {"fraction": 0.1}, {"constant_images": True}
+    return _as(deit_300(model), "subset", data=data, schedule=schedule)
 
 
-def imagenet100(model: str = "convit_small_plus", seed: int = 0) -> RunConfig:
+def imagenet100(model: str = "convit_small_plus") -> RunConfig:
     """`deit_300_plus` on the first 100 classes of ImageNet (ConViT Figs. 8 and 12).
 
     Command: `locality train imagenet100 --data.root IMAGENET`
     Cost: 2.3 exaFLOPs for `convit_small_plus`.
     Expect: curves in Figs. 8 and 12; the paper prints no table.
     """
-    return _as(deit_300_plus(model, seed), "imagenet100", data={"dataset": "imagenet100"})
+    return _as(deit_300_plus(model), "imagenet100", data={"dataset": "imagenet100"})
 
 
-def cifar100_224(model: str = "convit_tiny_plus", epochs: float = 1000, seed: int = 0) -> RunConfig:
+def cifar100_224(model: str = "convit_tiny_plus") -> RunConfig:
     """`deit_300_plus` on CIFAR-100 enlarged to 224 pixels, for 1000 or 3000 epochs (Fig. 11).
 
     Command: `locality train cifar100_224 --data.root DATA --data.download true`
     Cost: 0.6 exaFLOPs for `convit_tiny_plus` and 1000 epochs.
     Expect: top-1 82.1 with 10 M parameters after 1000 epochs (appendix C).
     """
-    schedule = {"epochs": epochs, "eval_every": 10}
-    base = deit_300_plus(model, seed)
-    return _as(base, "cifar100_224", data={"dataset": "cifar100"}, schedule=schedule)
+    data, schedule = {"dataset": "cifar100"}, {"epochs": 1000, "eval_every": 10}
+    return _as(deit_300_plus(model), "cifar100_224", data=data, schedule=schedule)
 
 
-def cvt_300(model: str = "cvt_13", seed: int = 0) -> RunConfig:
+def cvt_300(model: str = "cvt_13") -> RunConfig:
     """ImageNet from scratch in 300 epochs, as CvT was trained (CvT §4.1, Table 3).
 
     The paper prints a learning rate of 0.02 at a batch of 2048. This recipe follows the released
@@ -266,7 +258,6 @@ def cvt_300(model: str = "cvt_13", seed: int = 0) -> RunConfig:
     decay = 0.05 if model.startswith("cvt_13") else 0.1
     return RunConfig(
         recipe="cvt_300",
-        seed=seed,
         model=ModelConfig(model, img_size=224),
         data=DataConfig("imagenet", workers=8),
         augment=dataclasses.replace(DEIT_AUGMENT, repeats=3 if model == "cvt_21" else 1),
@@ -277,7 +268,7 @@ def cvt_300(model: str = "cvt_13", seed: int = 0) -> RunConfig:
     )
 
 
-def cvt_22k(model: str = "cvt_w24", seed: int = 0) -> RunConfig:
+def cvt_22k(model: str = "cvt_w24") -> RunConfig:
     """Pre-training on ImageNet-22k at 224 pixels, before `finetune_384` (CvT §4.1).
 
     The paper does not give the number of epochs; 90 is ViT's on the same data.
@@ -290,7 +281,7 @@ def cvt_22k(model: str = "cvt_w24", seed: int = 0) -> RunConfig:
     (`cvt_13`).
     """
     data = {"dataset": "folder", "val_fraction": 0.005}
-    return _as(cvt_300(model, seed), "cvt_22k", data=data, schedule={"epochs": 90})
+    return _as(cvt_300(model), "cvt_22k", data=data, schedule={"epochs": 90})
 
 
 # Updates by dataset (CvT §4.1); a custom dataset counts as a small one.
@@ -303,7 +294,7 @@ _FINETUNED_FROM = {model: f"{model}.ms_in1k" for model in ("cvt_13", "cvt_21")}
 
 
 def finetune_384(
-    model: str = "cvt_13", weights: str | None = None, dataset: str = "imagenet", seed: int = 0
+    model: str = "cvt_13", weights: str | None = None, dataset: str = "imagenet"
 ) -> RunConfig:
     """Fine-tuning at 384 pixels (CvT §4.1, Tables 3 and 4).
 
@@ -330,7 +321,6 @@ def finetune_384(
         )
     return RunConfig(
         recipe="finetune_384",
-        seed=seed,
         model=ModelConfig(model, img_size=384, weights=weights),
         data=DataConfig(dataset, workers=8),
         input=Preprocessing(crop_pct=1.0, crop_mode="squash"),
@@ -351,16 +341,14 @@ SMALL_SIDE = 32
 """Largest image side in pixels for which `photos` uses its small-image settings."""
 
 
-def is_small(model: str, img_size: int | tuple[int, int] | None) -> bool:
+def is_small(model: str, img_size: ImageSize | None) -> bool:
     """Whether `photos` uses its small-image settings; None is the model's own size."""
     if img_size is None and not model.startswith(PREFIX):
         img_size = variant(model).config.img_size
     return img_size is not None and max(to_2tuple(img_size)) <= SMALL_SIDE
 
 
-def photos(
-    model: str = "convit_mini", img_size: int | tuple[int, int] | None = None, seed: int = 0
-) -> RunConfig:
+def photos(model: str = "convit_mini", img_size: ImageSize | None = None) -> RunConfig:
     """A custom dataset of hundreds to thousands of photographs, from scratch in ten minutes.
 
     Each image is seen about a hundred times, so random crops, flips, label smoothing and stochastic
@@ -381,7 +369,6 @@ def photos(
     small_augment = dataclasses.replace(tuned.augment, hflip=0.5, affine=5.0)
     return RunConfig(
         recipe="photos",
-        seed=seed,
         model=ModelConfig(
             model, img_size=img_size, overrides={} if small else {"drop_path_rate": 0.1}
         ),
@@ -400,8 +387,7 @@ def photos(
 def finetune(
     model: str = "convit_tiny",
     weights: str = "convit_tiny.fb_in1k",
-    img_size: int | tuple[int, int] | None = None,
-    seed: int = 0,
+    img_size: ImageSize | None = None,
 ) -> RunConfig:
     """Fine-tuning on a custom dataset.
 
@@ -417,7 +403,7 @@ def finetune(
     Cost: ten minutes, or 50 passes over the images.
     Expect: depends on the images.
     """
-    scratch, start = photos(model, img_size, seed), {"weights": weights, "overrides": {}}
+    scratch, start = photos(model, img_size), {"weights": weights, "overrides": {}}
     if is_small(model, img_size):
         return _as(scratch, "finetune", model=start)
     length = {"steps": 500, "warmup": 50, "eval_every": 50, "patience": 150}
@@ -458,21 +444,6 @@ CUSTOM_DATA_RECIPES = ("photos", "finetune")
 """Recipes whose remaining settings `autofit` chooses for the images and the machine."""
 
 
-def recipe(name: str, **choices: Any) -> RunConfig:
-    """The configuration of a recipe.
-
-    Args:
-        name: one of `RECIPES`.
-        choices: arguments of its function, such as `model`.
-
-    Raises:
-        UserError: if the name or an argument is unknown, with the nearest.
-    """
-    function = lookup("recipe", name, RECIPES)
-    check_known(f"choice of recipe '{name}'", choices, _choices(name), UserError)
-    return function(**choices)
-
-
 # Arguments of recipes that other settings depend on, such as CvT's weight decay on the model.
 _CHOICES = {
     "model": "model.name",
@@ -483,17 +454,21 @@ _CHOICES = {
 }
 
 
-def adjusted(name: str, changes: Mapping[str, Any]) -> RunConfig:
-    """A recipe with settings changed by dotted name, and those that depend on them.
+def recipe(name: str, changes: Mapping[str, Any] = {}) -> RunConfig:
+    """The configuration of a recipe, with settings changed and those that depend on them.
+
+    Args:
+        name: one of `RECIPES`.
+        changes: settings by dotted name.
 
     Raises:
         UserError: if a name is unknown (with the nearest), or as `settings.replace`.
     """
-    types = settings_of(RunConfig)
+    function, types = lookup("recipe", name, RECIPES), settings_of(RunConfig)
     changes = {n: typed(n, x, types[n].hint) if n in types else x for n, x in changes.items()}
-    known = _choices(name)
+    known = inspect.signature(function).parameters
     choices = {key: changes[at] for key, at in _CHOICES.items() if key in known and at in changes}
-    config = recipe(name, **choices)
+    config = function(**choices)
     return replace(config, _rescaled_schedule(config.schedule, changes) | changes)
 
 
@@ -521,11 +496,6 @@ def _rescaled_schedule(recipe: ScheduleConfig, changes: Mapping[str, Any]) -> di
 
 
 _ENDS = ("warmup", "cooldown")
-
-
-def _choices(name: str) -> list[str]:
-    """The arguments of a recipe's function."""
-    return list(inspect.signature(lookup("recipe", name, RECIPES)).parameters)
 
 
 def describe(name: str) -> str:

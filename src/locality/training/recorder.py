@@ -77,7 +77,7 @@ class Recorder:
     def __init__(
         self, folder: RunFolder, run: ResolvedRun, state: TrainState, quiet: bool = False
     ) -> None:
-        self._folder, self._run = folder, run
+        self._folder, self._run, self._images = folder, run, run.images.fingerprint
         self._progress = ProgressBar(run.plan.steps, state.step, quiet)
         self.log = self._progress.log
         # Time is known up to the last evaluation. Steps between it and the checkpoint are assumed
@@ -180,7 +180,7 @@ class Recorder:
         """
         folder = self._locked_folder()
         rows = self._metrics.text.partition("\n")[2]
-        folder.checkpoints.start({**checkpoint, "metrics": rows})
+        folder.checkpoints.start({**checkpoint, "metrics": rows, "data": self._images})
         skipped = checkpoint["progress"]["skipped"]
         if len(skipped) > self._skipped:
             self._skipped = len(skipped)
@@ -218,13 +218,8 @@ class Recorder:
             with atomic_file(folder.snapshots / f"step-{step:08d}.safetensors") as file:
                 file.write(save(weights, metadata={"step": str(step)}))
 
-    def finish(self, row: dict[str, Any], images: str) -> dict[str, Any]:
-        """Write result.json and return its content.
-
-        Args:
-            row: the evaluation of the kept weights.
-            images: the fingerprint of the images.
-        """
+    def finish(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Write result.json and return its content; `row` evaluates the kept weights."""
         folder = self._locked_folder()
         run, config, seconds = self._run, self._run.config, self.seconds
         seen = self._step * run.plan.batch_size
@@ -243,7 +238,7 @@ class Recorder:
             "macs": run.macs,
             "train_images": len(run.splits.train),
             "val_images": len(run.splits.val),
-            "images": images,
+            "images": self._images,
             "seconds": round(seconds, 3),
             "images_per_second": round(seen / seconds, 1) if seconds else None,
         }

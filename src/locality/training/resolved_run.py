@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from locality import machine
 from locality.data import DataSplits, ImageSource, open_data
 from locality.data.classes import imbalance
+from locality.data.sources import ImageFingerprint
 from locality.errors import UserError, some
 from locality.models import ImageClassifier, count_macs, count_parameters
 from locality.training import devices
@@ -47,7 +48,7 @@ class ResolvedRun:
         macs: multiply-accumulates of one image's forward pass.
         buffers: bytes of the model's buffers.
         img_size: image size, (H, W).
-        notes: notes on unusual data.
+        notes: notes on unusual data, and on the start of the run.
 
     Raises:
         UserError: if the run cannot work as configured.
@@ -86,19 +87,25 @@ class ResolvedRun:
         splits = self.splits
         return len(splits.train), len(splits.val), len(splits.classes), self.macs
 
-    def check_start(self) -> tuple[ImageClassifier, list[str]] | None:
-        """Check memory and initial weights.
+    @cached_property
+    def images(self) -> ImageFingerprint:
+        """The fingerprint of the images, which rank 0 computes."""
+        return ImageFingerprint.of(self.splits)
 
-        Returns:
-            the result of `initialize_model` for a new run that starts from weights, else None.
+    @cached_property
+    def starting_model(self) -> tuple[ImageClassifier, list[str]]:
+        """See `initialize_model`."""
+        return initialize_model(self.config, self.splits.classes)
+
+    def check_start(self) -> None:
+        """Check memory and, for a new run, initial weights.
 
         Raises:
             UserError: if memory is too small or the weights do not fit the model.
         """
         self.check_memory()
-        if self.config.model.weights is None or self._resumes:
-            return None
-        return initialize_model(self.config, self.splits.classes)
+        if self.config.model.weights is not None and not self._resumes:
+            _ = self.starting_model
 
     def autocast(self) -> torch.autocast:
         """torch.autocast for the run's precision."""

@@ -27,7 +27,6 @@ import shutil
 import socket
 import time
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,15 +38,7 @@ from locality.checkpoints.run_state import CheckpointFolder
 from locality.errors import RunFailed, UserError, wrap_errors
 from locality.files import read_rows, read_shaped, write_atomic
 from locality.machine import describe_environment
-from locality.training.config import (
-    RunConfig,
-    changed_settings,
-    check_folder,
-    describe_changes,
-    read_config,
-    same_path,
-    writing,
-)
+from locality.training.config import RunConfig, check_folder, read_config, writing
 from locality.training.evaluation import Predictions
 
 # Loading processes of a killed run exit, and release the lock, within 5 s.
@@ -95,21 +86,6 @@ class RunFolder:
             self.lock.acquire()
             check_folder(self.path, config)
             self.write_config(config)
-
-    def check_checkpoint_config(self, config: RunConfig, saved: Mapping[str, Any]) -> None:
-        """Check that a checkpoint has this configuration, even if config.yaml was edited.
-
-        Args:
-            config: the run's configuration.
-            saved: `computation_settings` when the checkpoint was written.
-        """
-        before = settings.from_dict(RunConfig, saved)
-        if changes := describe_changes(changed_settings(before, config, same_path)):
-            raise UserError(
-                f"{self.config_file} was changed since the checkpoint was written ({changes}), "
-                f"which would make it another run; restore it, or train with these settings "
-                f"in another folder"
-            )
 
     def check_space(self, checkpoint_bytes: int, best: bool = False) -> None:
         """Check that the disk has room for all checkpoints of the run."""

@@ -58,7 +58,6 @@ class Components:
         schedule: the learning rates of each step.
         ema: the averaged weights, if the run keeps them.
         objective: the loss.
-        notes: assumptions about the teacher.
         scaler: the gradient scaler, only active in float16.
     """
 
@@ -75,15 +74,15 @@ class Components:
         self.optimizer = create_optimizer(model, config.optim, engine.batch_size)
         self.schedule = create_schedule(self.optimizer, run.plan)
         teacher = weights = None
-        self.notes: list[str] = []
         if config.objective.teacher is not None:
             with fabric.rank_zero_first(local=True):
-                teacher, self.notes = load_teacher(config.objective, config.input, classes)
+                teacher, notes = load_teacher(config.objective, config.input, classes)
             teacher = teacher.to(fabric.device)
+            run.notes += notes
         if config.objective.class_weights:
             weights = class_weights(run.splits.train.labels, len(classes)).to(fabric.device)
         self.objective = self.objective_class(
-            config.objective, config.augment, len(classes), teacher, run.autocast, weights
+            config.objective, config.augment, len(classes), teacher, weights
         )
         module: Any = self.module()
         module = torch.compile(module) if engine.compile else module

@@ -103,7 +103,7 @@ SEARCHES: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("search
 def named(name: str) -> SearchConfig:
     """The search named `name`."""
     row = lookup("search", name, SEARCHES)
-    run = replace(recipe(row["recipe"], model=row["model"]), row["settings"])
+    run = replace(recipe(row["recipe"], {"model.name": row["model"]}), row["settings"])
     return SearchConfig(run, **row["search"])
 
 
