@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,12 +18,12 @@ from lightning_fabric import Fabric
 from torch.multiprocessing import ProcessExitedException
 
 from locality.checkpoints.run_state import DamagedCheckpoint, read_checkpoint
-from locality.data import DataSplits
 from locality.data.loader import translate_killed_worker
 from locality.data.validation import verify
 from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError
 from locality.files import write_atomic
 from locality.layers.cpu import arithmetic_threads
+from locality.models import ImageClassifier
 from locality.settings import from_dict
 from locality.training.config import RunConfig, check_places, check_same
 from locality.training.devices import create_fabric
@@ -43,8 +42,6 @@ def train(
     *,
     quiet: bool = False,
     replan: Replan | None = None,
-    splits: DataSplits | None = None,
-    components: Callable[..., Components] = Components,
 ) -> dict[str, Any]:
     """Train in `folder`; resume an unfinished run, or return the result of a finished one.
 
@@ -55,8 +52,6 @@ def train(
         folder: the run folder; `locality.training.run_folder` lists its files.
         quiet: print nothing.
         replan: changes the run's length at the end of warm-up (`Loop`).
-        splits: images to train and evaluate on instead of the configured ones.
-        components: builds the components, such as a subclass with another loss.
 
     Returns:
         the content of result.json.
@@ -70,10 +65,40 @@ def train(
         DamagedCheckpoint: if all checkpoints are damaged.
         CheckpointNotSaved: if the disk is full.
     """
-    training = _Training(config, RunFolder(folder), quiet, replan, splits, components)
-    fabric = create_fabric(config.engine)
+    return launch(Training(config, RunFolder(folder), quiet, replan))
+
+
+@dataclass
+class Training:
+    """The training of each process; subclasses may use other images or another loss.
+
+    Attributes:
+        config: the complete run.
+        folder: its folder.
+        quiet: print nothing.
+        replan: as for `train`.
+    """
+
+    config: RunConfig
+    folder: RunFolder
+    quiet: bool = False
+    replan: Replan | None = None
+
+    def resolve(self) -> ResolvedRun:
+        """The run with its data."""
+        return ResolvedRun(self.config, classes=self.folder.recorded_classes())
+
+    def components(self, fabric: Fabric, run: ResolvedRun, model: ImageClassifier) -> Components:
+        """The model, optimiser and objective of the run."""
+        return Components(fabric, run, model)
+
+
+def launch(training: Training) -> dict[str, Any]:
+    """Train in all processes of a run; returns and raises as `train`."""
+    engine = training.config.engine
+    fabric = create_fabric(engine)
     peers = Peers(fabric)
-    spawned = config.engine.strategy in ("ddp_spawn", "ddp_fork")
+    spawned = engine.strategy in ("ddp_spawn", "ddp_fork")
     try:
         with forward_signals() if spawned else peers.watch():
             outcome = fabric.launch(partial(_train_on_rank, training, peers))
@@ -93,23 +118,7 @@ def train(
     raise peers.exit_error(outcome) if fabric.global_rank > 0 else outcome
 
 
-@dataclass
-class _Training:
-    """The arguments of `train`, for each process."""
-
-    config: RunConfig
-    folder: RunFolder
-    quiet: bool
-    replan: Replan | None
-    splits: DataSplits | None
-    components: Callable[..., Components]
-
-    def resolve(self) -> ResolvedRun:
-        """The run with its data."""
-        return ResolvedRun(self.config, self.splits, self.folder.recorded_classes())
-
-
-def _train_on_rank(training: _Training, peers: Peers, fabric: Fabric) -> dict[str, Any] | Exception:
+def _train_on_rank(training: Training, peers: Peers, fabric: Fabric) -> dict[str, Any] | Exception:
     """Train in one process: the content of result.json, or the error that every rank raises."""
     atexit.register(end_children)
     try:
@@ -136,7 +145,7 @@ def _clear_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _train(training: _Training, fabric: Fabric) -> dict[str, Any] | Exception:
+def _train(training: Training, fabric: Fabric) -> dict[str, Any] | Exception:
     config, folder, quiet = training.config, training.folder, training.quiet
     shared: Any = None
     opened: _Opened | None = None
@@ -181,7 +190,7 @@ def _train(training: _Training, fabric: Fabric) -> dict[str, Any] | Exception:
 _Opened = tuple[ResolvedRun, dict[str, Any] | None]
 
 
-def _open_on_rank0(training: _Training) -> tuple[Any, _Opened | None]:
+def _open_on_rank0(training: Training) -> tuple[Any, _Opened | None]:
     """Check everything and lock the folder.
 
     Returns:

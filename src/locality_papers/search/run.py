@@ -42,6 +42,7 @@ from locality.templates import render
 from locality.training import RunFolder, train
 from locality.training.cost import format_duration, image_counts, training_speed
 from locality.training.devices import create_fabric
+from locality.training.engine import launch
 from locality.training.evaluation import evaluate
 from locality.training.model import meta_model
 from locality.training.optim import make_plan
@@ -103,8 +104,8 @@ class Search:
                 run = replace(run, {"model.weights": str(weights), "model.entry": None})
                 weights = self.path / f"round-{number}"
                 splits, options = self.easiest(run.data.fraction), candidates.options
-                parts = partial(supernet.SupernetComponents, options=options)
-                train(run, weights, quiet=self.quiet, splits=splits, components=parts)
+                training = (run, RunFolder(weights), self.quiet, splits, options)
+                launch(supernet.SupernetTraining(*training))
                 self.load_supernet(number)
                 if number < len(rounds):
                     candidates = self._pruned(candidates)

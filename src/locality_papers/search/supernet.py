@@ -19,11 +19,14 @@ from lightning_fabric import Fabric
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from locality.data import DataSplits
 from locality.errors import UserError
 from locality.layers.block import Block
 from locality.layers.convolution import BatchNorm
 from locality.layers.grid import hidden_width
 from locality.models import ImageClassifier, build
+from locality.training import RunConfig, RunFolder
+from locality.training.engine import Training
 from locality.training.objective import Objective
 from locality.training.resolved_run import ResolvedRun
 from locality.training.state import Components
@@ -210,3 +213,32 @@ class SupernetComponents(Components):
     def module(self) -> nn.Module:
         """The supernet: images → logits of several candidates."""
         return Supernet(self.model, SearchSpace(self.model.config), self.options)
+
+
+class SupernetTraining(Training):
+    """Training of a supernet on a subset of a run's images.
+
+    Args:
+        config, folder, quiet: see `Training`.
+        splits: the images.
+        options: indices of the options allowed for each block.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        quiet: bool,
+        splits: DataSplits,
+        options: Sequence[Sequence[int]],
+    ) -> None:
+        super().__init__(config, folder, quiet)
+        self.splits, self.options = splits, options
+
+    def resolve(self) -> ResolvedRun:
+        """The run with these images."""
+        return ResolvedRun(self.config, self.splits, self.folder.recorded_classes())
+
+    def components(self, fabric: Fabric, run: ResolvedRun, model: ImageClassifier) -> Components:
+        """The components of a supernet."""
+        return SupernetComponents(fabric, run, model, self.options)

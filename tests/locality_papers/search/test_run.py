@@ -20,7 +20,7 @@ from locality.training import RunFolder
 from locality.training.loop import Loop
 from locality_papers.search.config import named, read_search
 from locality_papers.search.run import Search, space_of
-from locality_papers.search.supernet import SupernetComponents
+from locality_papers.search.supernet import SupernetTraining
 
 TINY = {
     "run.schedule.steps": 10,
@@ -89,13 +89,13 @@ def test_no_validation_image_is_seen(found):
 
 @pytest.mark.slow
 def test_da_nas_drops_options_and_goes_from_easy_to_all_images(tmp_path, monkeypatch):
-    kept, made = [], SupernetComponents.__init__
+    kept, made = [], SupernetTraining.__init__
 
-    def recorded(self, *arguments, options):
-        kept.append(sum(map(len, options)))
-        made(self, *arguments, options)
+    def recorded(self, *arguments):
+        kept.append(sum(map(len, arguments[-1])))
+        made(self, *arguments)
 
-    monkeypatch.setattr(SupernetComponents, "__init__", recorded)
+    monkeypatch.setattr(SupernetTraining, "__init__", recorded)
     search = Search(tiny(method="da_nas", macs=None), tmp_path, quiet=True)
     search.run()
     configs = [RunFolder(tmp_path / f"round-{n}").read_config() for n in (1, 2, 3)]
