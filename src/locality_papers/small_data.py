@@ -17,7 +17,7 @@ from locality.errors import require
 from locality.figures.charts import percent
 from locality.runner.runs import Run
 from locality.training.cost import image_counts
-from locality_papers.measures import TOP1, Measure, combined, measured, over
+from locality_papers.measures import TOP1, Measure, combined, over
 from locality_papers.scales import Scale
 from locality_papers.specs import Cells, Column, Figure, Panel, Series, Table, experiment
 
@@ -115,9 +115,6 @@ def fractions(s: Scale) -> Figure:
 @experiment("beyond/converged", "Training for two and four times as many steps")
 def converged(s: Scale) -> Table:
     """Top-1 on all data with the usual number of steps, and with two and four times as many."""
-    pixels = {
-        label: measured(s.runs(_MODELS["ConViT"]), measure) for label, measure in PIXELS.items()
-    }
     cells: Cells = {}
     for label in ("ConViT", "DeiT"):
         role = _MODELS[label]
@@ -132,7 +129,8 @@ def converged(s: Scale) -> Table:
         "last": Column("from twice to four times", signed=True),
     }
     return Table(
-        cells | {label: {"once": top1} for label, top1 in pixels.items()},
+        cells
+        | {label: {"once": s.measured(of, _MODELS["ConViT"])} for label, of in PIXELS.items()},
         columns,
         about="Not in the papers. Top-1 with all training images; baselines take no steps.",
         questions={
