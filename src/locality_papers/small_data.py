@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-
 from locality.analysis.baselines import (
-    BASELINES,
     baseline_inputs,
     read_baselines,
     record_baselines,
@@ -26,8 +22,7 @@ _MODELS = {"ConViT": "ConViT-S", "DeiT": "DeiT-S", "CvT": "CvT-13", "CNN": "CNN"
 
 def _baseline(name: str) -> Measure:
     def read(run: Run) -> float:
-        if not (run.folder / BASELINES).exists():
-            record_baselines([run.folder])
+        record_baselines([run.folder])
         known = read_baselines(run.folder)
         return next(top1 for label, top1 in known.items() if label.startswith(name))
 
@@ -39,9 +34,9 @@ def _support_vectors(run: Run) -> float:
     require("a support vector machine", "scikit-learn", "sklearn")
     from sklearn.svm import SVC
 
-    train, labels, val, targets = split_pixels(*baseline_inputs(run.config))
-    predicted = SVC().fit(train.numpy(), labels.numpy()).predict(val.numpy())
-    return 100 * float((torch.from_numpy(np.asarray(predicted)) == targets).double().mean())
+    pixels = split_pixels(*baseline_inputs(run.config))
+    train, labels, val, targets = (each.numpy() for each in pixels)
+    return 100 * SVC().fit(train, labels).score(val, targets)
 
 
 PIXELS = {
