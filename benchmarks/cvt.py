@@ -88,6 +88,7 @@ def measure(name: str, batch_size: int, img_size: int, rounds: int) -> dict[str,
     macs = macs_computed(name, img_size) * batch_size
 
     x, weight = torch.randn(TOKENS, WIDTH), torch.randn(WIDTH, WIDTH)
+    without_gradient = torch.inference_mode()
     products = Products.of(ours, without_gradient(lambda: fused(images)))
     work = {
         "floor": products.run,
@@ -223,16 +224,6 @@ def macs_computed(name: str, img_size: int) -> int:
 def as_convolution(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`F.linear(x, weight)` as a 1×1 convolution, channels last."""
     return F.conv2d(x[None, None].permute(0, 3, 1, 2), weight[:, :, None, None])
-
-
-def without_gradient(function: Callable[[], object]) -> Callable[[], None]:
-    """`function` without gradients, its result dropped."""
-
-    def work() -> None:
-        with torch.inference_mode():
-            function()
-
-    return work
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ class Tally:
     hangs: int = 0
     wrong_exits: list[str] = field(default_factory=list)
     by_kind: Counter[str] = field(default_factory=Counter)
-    missed: int = 0
+    runs_that_ended_before_the_fault: int = 0
 
 
 # -- the process that trains ---------------------------------------------------------------------
@@ -187,12 +187,15 @@ def start(config: RunConfig, folder: Path) -> tuple[int, int]:
 # -- the process that disturbs -------------------------------------------------------------------
 
 
-def strike(child: int, pipe: int, fault: Fault) -> bool:
-    """Wait for the fault's moment and send its signal; False if the run ended first."""
+def strike(child: int, pipe: int, fault: Fault | None) -> bool:
+    """Wait for the fault's moment and send its signal; False if the run ended first.
+
+    Without a fault, read the pipe, so that it does not fill up, until the run has ended.
+    """
     ranks: dict[int, int] = {}
     seen = 0
     deadline = time.monotonic() + HANG_SECONDS
-    while time.monotonic() < deadline:
+    while fault is None or time.monotonic() < deadline:
         if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             return False
         try:
@@ -202,6 +205,8 @@ def strike(child: int, pipe: int, fault: Fault) -> bool:
             continue
         if not message:
             return False
+        if fault is None:
+            continue
         number, pid, rank = struct.unpack("iii", message)
         ranks[rank] = pid
         if rank == 0 and PHASES[number] == fault.phase:
@@ -242,16 +247,7 @@ def run_once(config: RunConfig, folder: Path, fault: Fault | None) -> tuple[int 
     """Train until the end or the fault; return the exit code and whether the fault struck."""
     child, pipe = start(config, folder)
     try:
-        struck = strike(child, pipe, fault) if fault else False
-        while not fault:
-            # Keep the pipe from filling up.
-            try:
-                if not os.read(pipe, 4096):
-                    break
-            except BlockingIOError:
-                if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                    break
-                time.sleep(0.002)
+        struck = strike(child, pipe, fault)
         return wait_for(child), struck
     finally:
         os.close(pipe)
@@ -275,7 +271,7 @@ def disturb(
         if code is None:
             tally.hangs += 1
         if not struck:
-            tally.missed += 1
+            tally.runs_that_ended_before_the_fault += 1
             if code == 0:
                 break
             continue
@@ -288,11 +284,9 @@ def disturb(
             tally.wrong_exits.append(f"{fault}: exit code {code}")
         try:
             load_best_state(folder)
-        except ValueError as error:
+        except (ValueError, DamagedCheckpoint) as error:
             if "no checkpoint yet" not in str(error):
                 tally.different.append(f"{folder.name}: {error}")
-        except DamagedCheckpoint as error:
-            tally.different.append(f"{folder.name}: {error}")
     code, _ = run_once(config, folder, None)
     if code is None:
         tally.hangs += 1
@@ -359,24 +353,6 @@ def survey(
     return tally
 
 
-def report(tally: Tally, processes: int, seed: int, seconds: float) -> dict[str, Any]:
-    """The outcome, with hardware and settings."""
-    return {
-        "faults": tally.faults,
-        "identical": tally.identical,
-        "runs": tally.runs,
-        "hangs": tally.hangs,
-        "different": tally.different,
-        "wrong_exits": tally.wrong_exits,
-        "runs_that_ended_before_the_fault": tally.missed,
-        "by_kind": dict(sorted(tally.by_kind.items())),
-        "processes": processes,
-        "seed": seed,
-        "seconds": round(seconds),
-        "environment": describe_environment(),
-    }
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=100)
@@ -394,7 +370,13 @@ def main(arguments: list[str] | None = None) -> int:
         tally = survey(
             given.faults, given.per_run, given.processes, given.seed, given.signals, folder
         )
-    outcome = report(tally, given.processes, given.seed, time.monotonic() - started)
+    outcome = vars(tally) | {
+        "by_kind": dict(sorted(tally.by_kind.items())),
+        "processes": given.processes,
+        "seed": given.seed,
+        "seconds": round(time.monotonic() - started),
+        "environment": describe_environment(),
+    }
     text = json.dumps(outcome, indent=2) + "\n"
     if given.output:
         write_atomic(given.output, text)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import timm.optim.muon
 import torch
 import torch.nn.functional as F
 
+from locality.benchmark import interleave
 from locality.files import write_atomic
 from locality.machine import describe_environment
 from locality.models import build
@@ -38,17 +38,15 @@ def measure(name: str, batch: int, rounds: int) -> dict[str, float]:
     optimizers["timm"] = timm.optim.muon.Muon(groups, lr=1e-3, algo="adamuon")
     images = torch.randn(batch, 3, *model.img_size)
     labels = torch.arange(batch) % model.num_classes
-    taken: dict[str, list[float]] = {}
-    for _ in range(rounds + 1):
-        started = time.process_time()
-        F.cross_entropy(model(images), labels).backward()
-        taken.setdefault("forward and backward", []).append(time.process_time() - started)
-        for each, optimizer in optimizers.items():
-            started = time.process_time()
-            optimizer.step()
-            taken.setdefault(each, []).append(time.process_time() - started)
+
+    def forward_and_backward() -> None:
         model.zero_grad()
-    return {what: 1000 * statistics.median(times[1:]) for what, times in taken.items()}
+        F.cross_entropy(model(images), labels).backward()
+
+    work = {"forward and backward": forward_and_backward}
+    work |= {each: optimizer.step for each, optimizer in optimizers.items()}
+    timing = interleave(work, images.device, rounds, warmup=1, clock=time.process_time)
+    return {what: 1000 * timing.median(what) for what in work}
 
 
 def main() -> None:

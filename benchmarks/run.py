@@ -127,37 +127,22 @@ def main() -> None:
             measured[about] = list(pool.map(work, models))
         if question == "bf16":
             remarks += map(bf16_gain, measured[about])
-    RESULTS.mkdir(exist_ok=True)
-    also = {}
+    content = {"commit": commit() or "unknown", "measured": measured}
     if not torch.cuda.is_available():
-        rate = also["matmul_gmacs_per_second"] = matmul_rate() / 1e9
+        rate = content["matmul_gmacs_per_second"] = matmul_rate() / 1e9
         remarks.append(f"A large fp32 `F.linear` runs at {rate:.0f} GMAC/s here.")
-    tables = write_record(measured, options.name, **also)
-    write_atomic(tables, "\n".join([tables.read_text(), *remarks, ""]))
-    print(tables.read_text())
-
-
-def write_record(measured: dict[str, list], name: str | None = None, **also: Any) -> Path:
-    """Write both files; return the path of the tables.
-
-    Args:
-        measured: results of `run_benchmark` by question.
-        name: file name without suffix; device, threads and date by default.
-        also: further JSON entries.
-    """
-    content = {"commit": commit() or "unknown", "measured": measured, **also}
     machine = next(iter(measured.values()))[0]["machine"]
     device = re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
-    path = RESULTS / (name or f"{device}-{machine['threads']}t-{machine['date']}")
-    write_atomic(path.with_name(f"{path.name}.json"), json.dumps(content, indent=1) + "\n")
-    tables = path.with_name(f"{path.name}.md")
-    write_atomic(tables, markdown(content))
-    return tables
+    name = options.name or f"{device}-{machine['threads']}t-{machine['date']}"
+    text = "\n".join([markdown(content, machine), *remarks, ""])
+    RESULTS.mkdir(exist_ok=True)
+    write_atomic(RESULTS / f"{name}.json", json.dumps(content, indent=1) + "\n")
+    write_atomic(RESULTS / f"{name}.md", text)
+    print(text)
 
 
-def markdown(content: Mapping[str, Any]) -> str:
+def markdown(content: Mapping[str, Any], machine: Mapping[str, Any]) -> str:
     """The measurements as tables."""
-    machine = next(iter(content["measured"].values()))[0]["machine"]
     lines = [
         f"# {machine['device']}, {machine['date']}",
         "",

@@ -11,14 +11,14 @@ with other initialisations, and for a ResNet whose convolutions become gated att
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from locality.analysis.measures import positional_focus
 from locality.checkpoints import load
@@ -169,14 +169,9 @@ def _fractions(s: Scale) -> list[float]:
     return found
 
 
-@contextmanager
-def _on_changed_images(change: Callable[[Tensor], Tensor], model: nn.Module) -> Iterator[None]:
+def _on_changed_images(change: Callable[[Tensor], Tensor], model: nn.Module) -> RemovableHandle:
     """Context manager: apply `change` to the model's input images."""
-    handle = model.register_forward_pre_hook(lambda _, given: (change(given[0]),))
-    try:
-        yield
-    finally:
-        handle.remove()
+    return model.register_forward_pre_hook(lambda _, given: (change(given[0]),))
 
 
 def _shifted(images: Tensor) -> Tensor:

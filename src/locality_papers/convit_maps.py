@@ -45,16 +45,12 @@ def corner_heads(num_heads: int) -> list[int]:
 @experiment("convit/figure-3", "Convolutional initialisation of positional attention")
 def figure_3(s: Scale) -> Figure:
     """Attention maps of untrained layers: self-attention, and PSA at two strengths."""
-    name, overrides = s.models["ConViT-S"]
     config = s.runs("ConViT-S", seeds=s.seeds[:1])[0].config
+    name, fields = config.model.name, config.model.fields
 
     def draw() -> Any:
-        size = config.model.img_size or variant(name).config.img_size
-        fields = {**overrides, "img_size": size}
-        if config.model.patch_size is not None:
-            fields["patch_size"] = config.model.patch_size
-        heads = corner_heads(s.architecture("ConViT-S").num_heads)
-        image = validation_sample(config, size, 1)
+        shape: Any = variant(name).config.with_overrides(**fields)
+        image, heads = validation_sample(config, shape.img_size, 1), corner_heads(shape.num_heads)
         return maps.initial_maps(image, name, fields, seed=config.seed, heads=heads)
 
     return Figure(

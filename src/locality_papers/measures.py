@@ -47,11 +47,11 @@ _SPEED_BATCH, _SPEED_ROUNDS = 128, 7
 _TRAJECTORY_IMAGES = 256
 
 
-class Empty(Exception):
-    """A quantity without a value; the message is the reason."""
+EMPTY = UserError, FileNotFoundError
+"""Errors of a quantity without a value; the message is the reason."""
 
 
-class Untestable(Empty):
+class Untestable(UserError):
     """A quantity that does not exist at a scale, known before anything runs."""
 
 
@@ -160,7 +160,7 @@ class Quantity:
     """A number, or a curve {"x": […], "y": […]}, per seed; differences are paired by seed.
 
     Attributes:
-        evaluate: failures → values; raises `Empty` with the reason if there are none.
+        evaluate: failures → values; raises one of `EMPTY` with the reason if there are none.
         unit: unit of its differences; points for accuracies.
         measures: the measures it needs, by run.
         paper: the paper's number, published or computed from published numbers.
@@ -199,18 +199,16 @@ def measured(runs: Iterable[Run], measure: Measure) -> Quantity:
     def evaluate(failures: Failures) -> Values:
         found, problems = {}, {}
         for run, _ in pairs:
-            reason = why_missing(run, failures)
-            if reason is None:
-                try:
-                    found[run.config.seed] = measure(run)
-                except (UserError, FileNotFoundError) as error:
-                    reason = str(error)
-            if reason is not None:
-                problems[run.name] = reason
+            try:
+                if reason := why_missing(run, failures):
+                    raise UserError(reason)
+                found[run.config.seed] = measure(run)
+            except EMPTY as error:
+                problems[run.name] = str(error)
         sentences = [f"{name}: {reason}" for name, reason in problems.items()]
         if not found:
             common = len(set(problems.values())) == 1
-            raise Empty(next(iter(problems.values())) if common else sentences[0])
+            raise UserError(next(iter(problems.values())) if common else sentences[0])
         terms = {}
         done = [run for run, _ in pairs if run.config.seed in found]
         if measure.accuracy and (images := _shared_images([run.config for run in done])):
@@ -237,13 +235,10 @@ def combined(function: Callable[..., Any], *parts: Quantity, unit: str = "points
     """
 
     def evaluate(failures: Failures) -> Values:
-        found, reasons = _evaluated(parts, failures)
-        if reasons:
-            raise _first(reasons)
-        values = list(found.values())
+        values = list(_evaluated(parts, failures)[0].values())
         seeds = _seeds(values, set.intersection)
         if not seeds:
-            raise Empty("the quantities it is computed from share no seed")
+            raise UserError("the quantities it is computed from share no seed")
         return Values(
             {seed: function(*(each.at(seed) for each in values)) for seed in seeds},
             tuple(dict.fromkeys(problem for each in values for problem in each.problems)),
@@ -258,15 +253,22 @@ def combined(function: Callable[..., Any], *parts: Quantity, unit: str = "points
 
 
 def _evaluated(
-    parts: Iterable[Quantity], failures: Failures
-) -> tuple[dict[int, Values], list[Empty]]:
-    """The values of parts by index, and the reasons why others are empty."""
-    found, reasons = {}, []
+    parts: Iterable[Quantity], failures: Failures, partial: bool = False
+) -> tuple[dict[int, Values], list[Exception]]:
+    """The values of parts by index, and the reasons why others are empty.
+
+    Unless `partial` and some have values, one of the reasons is raised: impossible quantities
+    before runs that were not executed.
+    """
+    found: dict[int, Values] = {}
+    reasons: list[Exception] = []
     for place, part in enumerate(parts):
         try:
             found[place] = part.evaluate(failures)
-        except Empty as error:
+        except EMPTY as error:
             reasons.append(error)
+    if reasons and not (partial and found):
+        raise min(reasons, key=lambda error: not isinstance(error, Untestable))
     return found, reasons
 
 
@@ -276,19 +278,12 @@ def _seeds(values: Iterable[Values], join: Callable[..., set[int]]) -> list[int]
     return sorted(join(*varied)) if varied else [0]
 
 
-def _first(reasons: Iterable[Empty]) -> Empty:
-    """The reason to show: impossible quantities before runs that were not executed."""
-    return min(reasons, key=lambda error: not isinstance(error, Untestable))
-
-
 def over(xs: Iterable[float], parts: Iterable[Quantity]) -> Quantity:
     """Quantities at several x as a curve; each seed has the x at which it was run."""
     points = list(zip(xs, parts, strict=True))
 
     def evaluate(failures: Failures) -> Values:
-        found, reasons = _evaluated((part for _, part in points), failures)
-        if not found:
-            raise _first(reasons)
+        found, reasons = _evaluated((part for _, part in points), failures, partial=True)
         values, by_seed = found.values(), {}
         for seed in _seeds(values, set.union):
             known = {n: each for n, each in found.items() if each.constant or seed in each.by_seed}
@@ -323,14 +318,7 @@ def _terms(function: Callable[..., Any], parts: Sequence[Values], seed: int) -> 
 
 def computed(function: Callable[[], Any], unit: str = "") -> Quantity:
     """A number that needs no run, such as a model's parameters; the same for all seeds."""
-
-    def evaluate(_: Failures) -> Values:
-        try:
-            return Values({0: function()}, constant=True)
-        except (UserError, FileNotFoundError) as error:
-            raise Empty(str(error)) from error
-
-    return Quantity(evaluate, unit)
+    return Quantity(lambda _: Values({0: function()}, constant=True), unit)
 
 
 def absent(reason: str) -> Quantity:

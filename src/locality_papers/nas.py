@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from locality.errors import UserError
 from locality.files import read_json
 from locality.runner.runs import Run
 from locality.training import RunConfig, replace, train
 from locality.training.resolved_run import meta_model
 from locality_papers.measures import (
     TOP1,
-    Empty,
     Failures,
     Measure,
     Quantity,
@@ -103,7 +103,7 @@ def between_seeds(candidates: Sequence[Quantity]) -> Quantity:
         found = [each.evaluate(failures).by_seed for each in candidates]
         seeds = sorted(set.intersection(*map(set, found)))
         if len(seeds) < 2:
-            raise Empty("needs two seeds")
+            raise UserError("needs two seeds")
         orders = [[each[seed] for each in found] for seed in seeds]
         return Values(dict(enumerate(starmap(kendall, combinations(orders, 2)))))
 

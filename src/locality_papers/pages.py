@@ -26,7 +26,7 @@ from locality_papers.tables import Notes, filled, usual_n
 
 SHOWN = ("digits", "fashion", "fashion14")
 """Scales with records in the repository."""
-_README = ("<!-- findings -->\n", "<!-- /findings -->")
+_FINDINGS = re.compile("(?<=<!-- findings -->\n).*?(?=<!-- /findings -->)", re.DOTALL)
 
 
 def read_records(folder: Path) -> list[Record]:
@@ -61,11 +61,9 @@ def write_all(root: Path) -> None:
         text = page(records, found, own, "../../results/")
         write_atomic(docs / "results" / f"{name.replace('/', '-')}.md", text)
     readme = root / "README.md"
-    if readme.exists() and _README[0] in (text := readme.read_text("utf-8")):
-        before, _, rest = text.partition(_README[0])
-        write_atomic(
-            readme, before + _README[0] + headlines(found) + rest[rest.index(_README[1]) :]
-        )
+    if readme.exists():
+        filled_in = _FINDINGS.sub(lambda _: headlines(found), readme.read_text("utf-8"))
+        write_atomic(readme, filled_in)
 
 
 def _remarks(folder: Path, records: Sequence[Record]) -> Mapping[str, str]:

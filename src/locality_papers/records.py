@@ -16,7 +16,7 @@ from locality import __version__
 from locality.analysis.statistics import mean_curve
 from locality.runner.runs import Run
 from locality.training.run_folder import RunFolder
-from locality_papers.measures import Empty, Failures, Quantity, Values, why_missing
+from locality_papers.measures import EMPTY, Failures, Quantity, Values, why_missing
 from locality_papers.published import PUBLISHED, as_computed
 from locality_papers.scales import Scale
 from locality_papers.specs import Experiment, Figure, Panel, Spec, Table, printed_row
@@ -82,7 +82,7 @@ def _evaluated(quantity: Quantity, failures: Failures, shown: Callable[[Values],
     """A quantity's values as shown in a record, or the reason why there are none."""
     try:
         values = quantity.evaluate(failures)
-    except Empty as error:
+    except EMPTY as error:
         return {"empty": str(error)}
     return shown(values) | {"problems": list(values.problems), "empty": None}
 

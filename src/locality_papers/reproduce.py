@@ -30,7 +30,7 @@ from locality_papers import (  # noqa: F401 (they register)
     small_data,
 )
 from locality_papers.answers import answers
-from locality_papers.measures import Failures, Measure
+from locality_papers.measures import EMPTY, Failures, Measure
 from locality_papers.pages import page
 from locality_papers.recorded import export_runs, import_runs
 from locality_papers.records import Record, make_record
@@ -172,7 +172,7 @@ def _measure_when_done(specs: Iterable[Spec]) -> Callable[[Outcome], None]:
 
     def take(outcome: Outcome) -> None:
         for each in wanted.get(outcome.run.folder, ()) if outcome.error is None else ():
-            with contextlib.suppress(UserError, FileNotFoundError):  # reported in its cell
+            with contextlib.suppress(*EMPTY):  # reported in its cell
                 each(outcome.run)
 
     return take
@@ -213,7 +213,7 @@ def write_experiment(
             try:
                 figure = spec.draw()
                 shown = True
-            except (UserError, FileNotFoundError) as error:
+            except EMPTY as error:
                 # Without weights, keep an existing picture.
                 shown = picture.exists()
                 record["empty"] = None if shown else str(error)
@@ -236,29 +236,29 @@ def _show(records: Sequence[Record], failures: Failures, folder: Path) -> None:
     print(f"written to {folder}")
 
 
-def list_experiments(
-    scale: str = "digits", runs: Path | str = RUNS, hours: bool = True
-) -> list[dict[str, Any]]:
+def list_experiments(scale: str = "digits", runs: Path | str = RUNS) -> list[dict[str, Any]]:
     """All tables and figures with their scale, runs, remaining time here, and status.
+
+    The time is estimated by a few training steps of one network per model name.
 
     Args:
         scale: one of `SCALES`.
         runs: see `reproduce`.
-        hours: estimate the remaining time by a few training steps of one network per model name.
 
     Returns:
         one dictionary per experiment: name, title, scale, runs, finished, seconds (remaining, one
-        run at a time; None without `hours`) and status.
+        run at a time) and status.
     """
     chosen = get_scale(scale, Path(runs) / scale)
     wanted = [(item, with_needs(item.build(chosen).runs)) for item in experiments().values()]
     every = with_needs(run for _, needed in wanted for run in needed)
     # As many threads as `reproduce` gives a run.
     threads = threads_per_run(jobs=2)
-    costs = {run.folder: run_cost(run, threads) for run in every} if hours else {}
+    costs = {run.folder: run_cost(run, threads) for run in every}
     rows = []
     for item, needed in wanted:
-        waiting = [run for run in needed if not run.is_finished()]
+        own = [costs[run.folder] for run in needed]
+        waiting = [cost for cost in own if cost.state != "finished"]
         finished = len(needed) - len(waiting)
         state = f"{finished} of {len(needed)} runs" if finished else "not run"
         rows.append(
@@ -268,7 +268,7 @@ def list_experiments(
                 "scale": scale,
                 "runs": len(needed),
                 "finished": finished,
-                "seconds": sum(costs[run.folder].seconds for run in waiting) if hours else None,
+                "seconds": sum(cost.seconds for cost in waiting),
                 "status": state if waiting else "finished" if needed else "needs no runs",
             }
         )
@@ -280,7 +280,7 @@ def show_list(rows: Sequence[Mapping[str, Any]]) -> str:
     width = max(len(row["name"]) for row in rows)
     return "\n".join(
         f"{row['name']:{width}}  {row['runs']:4} runs  "
-        f"{'' if row['seconds'] is None else format_duration(row['seconds']):>8}  "
+        f"{format_duration(row['seconds']):>8}  "
         f"{row['status']:18}  {row['title']}"
         for row in rows
     )

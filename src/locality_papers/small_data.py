@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-
 from locality.analysis.baselines import (
-    BASELINES,
     baseline_inputs,
     read_baselines,
     record_baselines,
@@ -17,7 +13,7 @@ from locality.errors import require
 from locality.figures.charts import percent
 from locality.runner.runs import Run
 from locality.training.cost import image_counts
-from locality_papers.measures import TOP1, Measure, combined, measured, over
+from locality_papers.measures import TOP1, Measure, combined, over
 from locality_papers.scales import Scale
 from locality_papers.specs import Cells, Column, Figure, Panel, Series, Table, experiment
 
@@ -26,8 +22,7 @@ _MODELS = {"ConViT": "ConViT-S", "DeiT": "DeiT-S", "CvT": "CvT-13", "CNN": "CNN"
 
 def _baseline(name: str) -> Measure:
     def read(run: Run) -> float:
-        if not (run.folder / BASELINES).exists():
-            record_baselines([run.folder])
+        record_baselines([run.folder])
         known = read_baselines(run.folder)
         return next(top1 for label, top1 in known.items() if label.startswith(name))
 
@@ -39,9 +34,9 @@ def _support_vectors(run: Run) -> float:
     require("a support vector machine", "scikit-learn", "sklearn")
     from sklearn.svm import SVC
 
-    train, labels, val, targets = split_pixels(*baseline_inputs(run.config))
-    predicted = SVC().fit(train.numpy(), labels.numpy()).predict(val.numpy())
-    return 100 * float((torch.from_numpy(np.asarray(predicted)) == targets).double().mean())
+    pixels = split_pixels(*baseline_inputs(run.config))
+    train, labels, val, targets = (each.numpy() for each in pixels)
+    return 100 * SVC().fit(train, labels).score(val, targets)
 
 
 PIXELS = {
@@ -115,9 +110,6 @@ def fractions(s: Scale) -> Figure:
 @experiment("beyond/converged", "Training for two and four times as many steps")
 def converged(s: Scale) -> Table:
     """Top-1 on all data with the usual number of steps, and with two and four times as many."""
-    pixels = {
-        label: measured(s.runs(_MODELS["ConViT"]), measure) for label, measure in PIXELS.items()
-    }
     cells: Cells = {}
     for label in ("ConViT", "DeiT"):
         role = _MODELS[label]
@@ -132,7 +124,8 @@ def converged(s: Scale) -> Table:
         "last": Column("from twice to four times", signed=True),
     }
     return Table(
-        cells | {label: {"once": top1} for label, top1 in pixels.items()},
+        cells
+        | {label: {"once": s.measured(of, _MODELS["ConViT"])} for label, of in PIXELS.items()},
         columns,
         about="Not in the papers. Top-1 with all training images; baselines take no steps.",
         questions={

@@ -8,12 +8,12 @@ import shutil
 import numpy as np
 import pytest
 
+from locality.errors import UserError
 from locality.runner.executors import execute
 from locality_papers.measures import (
     BEST_TOP1,
     LEARNING_CURVE,
     TOP1_EARLY,
-    Empty,
     Measure,
     Quantity,
     Term,
@@ -73,7 +73,7 @@ def test_missing_runs_leave_their_reason(tmp_path, finished, tiny_run):
     values = measured(runs, measure).evaluate(failures)
     assert values.by_seed == {0: 0, 1: 1}
     assert values.problems == ("convit_nano 2: not run yet", "convit_nano 3: it broke")
-    with pytest.raises(Empty, match="it broke"):
+    with pytest.raises(UserError, match="it broke"):
         measured(runs[3:], measure).evaluate(failures)
 
 
@@ -81,7 +81,7 @@ def test_a_run_without_its_evaluations_leaves_its_reason(finished):
     for run in finished["deit_nano"]:
         (run.folder / "metrics.csv").unlink()
         for measure in (BEST_TOP1, LEARNING_CURVE, TOP1_EARLY):
-            with pytest.raises(Empty, match=r"metrics\.csv"):
+            with pytest.raises(UserError, match=r"metrics\.csv"):
                 measured([run], measure).evaluate({})
 
 
@@ -90,7 +90,7 @@ def test_differences_are_taken_seed_by_seed():
     assert (first - second).evaluate({}).by_seed == {0: 2.0, 1: 3.0}
     gains = relative_gain(first, second).evaluate({}).by_seed
     assert gains == {0: 25.0, 1: pytest.approx(100 * 3 / 17)}
-    with pytest.raises(Empty, match="share no seed"):
+    with pytest.raises(UserError, match="share no seed"):
         (fixed(s0=1.0) - fixed(s1=1.0)).evaluate({})
 
 
@@ -101,7 +101,7 @@ def test_a_curve_has_the_seeds_of_each_of_its_places():
     assert values.problems == ("because",)
     printed = over([1, 2], [computed(lambda: 4.0), fixed(s3=5.0)]).evaluate({})
     assert printed.by_seed == {3: {"x": [1, 2], "y": [4.0, 5.0]}}
-    with pytest.raises(Empty, match="because"):
+    with pytest.raises(UserError, match="because"):
         over([1], [absent("because")]).evaluate({})
 
 

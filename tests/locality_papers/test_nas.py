@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from locality_papers.measures import Empty, Quantity, Values
+from locality.errors import UserError
+from locality_papers.measures import Quantity, Values
 from locality_papers.nas import between_seeds, kendall
 
 
@@ -25,5 +26,5 @@ def test_every_two_seeds_are_compared_once():
     found = between_seeds([candidate(1, 1, 3), candidate(2, 2, 2), candidate(3, 3, 1)])
     assert list(found.evaluate({}).by_seed.values()) == [1, -1, -1]
     assert list(between_seeds([candidate(1, 2), candidate(2, 1)]).evaluate({}).by_seed) == [0]
-    with pytest.raises(Empty, match="two seeds"):
+    with pytest.raises(UserError, match="two seeds"):
         between_seeds([candidate(1), candidate(2)]).evaluate({})

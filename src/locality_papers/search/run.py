@@ -76,9 +76,10 @@ class Search:
         self.config, self.place = config, RunFolder(folder)
         self.path = self.place.path
         self.space = space_of(config)
-        Candidates(self.space, None, config.limits)
+        self.candidates = Candidates(self.space, None, config.limits)
         fabric = create_fabric(config.run.engine)
-        self.device, self.writes = fabric.device, fabric.global_rank == 0
+        self.device, self.writes = fabric.device, fabric.is_global_zero
+        self.wait_for_others = fabric.strategy.barrier
         self.quiet = quiet or not self.writes
         self.table = CsvTable(self.path / "candidates.csv", _COLUMNS, ("by", "shape"))
         self.known: dict[tuple[int, int], Score] = {}
@@ -99,13 +100,18 @@ class Search:
             train(warm_up, self.path / "warm-up", quiet=self.quiet)
             self.begin()
             weights = self._after_warm_up()
-            candidates = Candidates(self.space, None, self.config.limits)
+            candidates = self.candidates
             for number, run in enumerate(rounds, 1):
                 run = replace(run, {"model.weights": str(weights), "model.entry": None})
                 weights = self.path / f"round-{number}"
-                splits, options = self.easiest(run.data.fraction), candidates.options
-                training = (run, RunFolder(weights), self.quiet, splits, options)
-                launch(supernet.SupernetTraining(*training))
+                training = supernet.SupernetTraining(
+                    run,
+                    RunFolder(weights),
+                    self.quiet,
+                    splits=self.easiest(run.data.fraction),
+                    options=candidates.options,
+                )
+                launch(training)
                 self.load_supernet(number)
                 if number < len(rounds):
                     candidates = self._pruned(candidates)
@@ -143,7 +149,7 @@ class Search:
         self.calibration = [batch.images.to(self.device) for batch in calibrating]
         if self.writes:
             self.table.cut(2**62)
-        _barrier()
+        self.wait_for_others()
         for row in self.table.rows(2**62):
             score = float(row["top1"]), -float(row["val_loss"])
             self.known[int(row["round"]), int(row["number"])] = score
@@ -167,7 +173,7 @@ class Search:
         if self.writes and not (start / WEIGHTS).exists():  # written last by `save`
             supernet.order_hidden_units(model)
             save(model, start)
-        _barrier()
+        self.wait_for_others()
         return start
 
     def easiest(self, fraction: float) -> DataSplits:
@@ -249,7 +255,7 @@ class Search:
             )
             write_atomic(self.path / "page.html", self._page(result))
             self.place.write_json(self.place.result_file, result)
-        _barrier()
+        self.wait_for_others()
         return result
 
     def _page(self, result: Mapping[str, Any]) -> str:
@@ -306,12 +312,6 @@ def _map_over_ranks(numbers: Sequence[int], work: Callable[[int], Score]) -> Sco
     dist.all_gather_object(parts, {number: work(number) for number in own})
     merged = {number: score for part in parts for number, score in part.items()}
     return {number: merged[number] for number in numbers}
-
-
-def _barrier() -> None:
-    """Wait for the other ranks."""
-    if dist.is_initialized():
-        dist.barrier()
 
 
 # Operations per second of vision transformers on an H100 in bf16.

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from lightning_fabric import Fabric
@@ -25,12 +25,11 @@ from locality.layers.block import Block
 from locality.layers.convolution import BatchNorm
 from locality.layers.grid import hidden_width
 from locality.models import ImageClassifier, build
-from locality.training import RunConfig, RunFolder
 from locality.training.engine import Training
 from locality.training.objective import Objective
 from locality.training.resolved_run import ResolvedRun
 from locality.training.state import Components
-from locality_papers.search.space import Counts, SearchSpace
+from locality_papers.search.space import SearchSpace
 
 RANDOM_CANDIDATES = 2
 """Random candidates in each step, in addition to the largest and the smallest."""
@@ -67,26 +66,22 @@ class Supernet(nn.Module):
         ordered = [sorted(row, key=lambda o: macs[b, o]) for b, row in enumerate(self.options)]
         self.smallest, self.largest = ([row[end] for row in ordered] for end in (0, -1))
 
-    def forward(self, images: Tensor, digits: Counts | None = None) -> Tensor:
-        """Logits of several candidates, (B, 3, H, W) → (candidates, B, classes).
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of the sandwich's candidates, (B, 3, H, W) → (candidates, B, classes)."""
+        return torch.stack([self.run(digits, images) for digits in self.sandwich()])
 
-        Args:
-            images: preprocessed images.
-            digits: option of each block, (candidates, blocks); by default the sandwich: the
-                largest, the smallest and random candidates from torch's default generator.
+    def sandwich(self) -> list[list[int]]:
+        """The options of one step's candidates: the largest, the smallest and random ones, drawn
+        from torch's default generator.
         """
-        rows = self.sandwich() if digits is None else digits
-        return torch.stack([self._run(row, images) for row in rows])
-
-    def sandwich(self) -> Counts:
-        """The candidates of one step."""
         drawn = [
             [row[torch.randint(len(row), ()).item()] for row in self.options]  # type: ignore[index]
             for _ in range(RANDOM_CANDIDATES)
         ]
-        return np.array([self.largest, self.smallest, *drawn])
+        return [self.largest, self.smallest, *drawn]
 
-    def _run(self, digits: Counts, images: Tensor) -> Tensor:
+    def run(self, digits: Sequence[int], images: Tensor) -> Tensor:
+        """Logits of the candidate with these options, (B, 3, H, W) → (B, classes)."""
         choices = [self.space.options[digit] for digit in digits]
         blocks = blocks_of(self.model)
         with _strides(blocks.values(), [stride for stride, _ in choices]):
@@ -194,46 +189,32 @@ class SupernetComponents(Components):
     """Components of a run that trains a supernet.
 
     Args:
-        fabric, run, model: see `Components`.
+        given: see `Components`.
         options: indices of the options allowed for each block.
     """
 
     objective_class = Sandwich
 
-    def __init__(
-        self,
-        fabric: Fabric,
-        run: ResolvedRun,
-        model: ImageClassifier,
-        options: Sequence[Sequence[int]],
-    ) -> None:
+    def __init__(self, *given: Any, options: Sequence[Sequence[int]]) -> None:
         self.options = options
-        super().__init__(fabric, run, model)
+        super().__init__(*given)
 
     def module(self) -> nn.Module:
         """The supernet: images → logits of several candidates."""
         return Supernet(self.model, SearchSpace(self.model.config), self.options)
 
 
+@dataclass(kw_only=True)
 class SupernetTraining(Training):
     """Training of a supernet on a subset of a run's images.
 
-    Args:
-        config, folder, quiet: see `Training`.
+    Attributes:
         splits: the images.
         options: indices of the options allowed for each block.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        folder: RunFolder,
-        quiet: bool,
-        splits: DataSplits,
-        options: Sequence[Sequence[int]],
-    ) -> None:
-        super().__init__(config, folder, quiet)
-        self.splits, self.options = splits, options
+    splits: DataSplits
+    options: Sequence[Sequence[int]]
 
     def resolve(self) -> ResolvedRun:
         """The run with these images."""
@@ -241,4 +222,4 @@ class SupernetTraining(Training):
 
     def components(self, fabric: Fabric, run: ResolvedRun, model: ImageClassifier) -> Components:
         """The components of a supernet."""
-        return SupernetComponents(fabric, run, model, self.options)
+        return SupernetComponents(fabric, run, model, options=self.options)

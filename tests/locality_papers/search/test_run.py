@@ -91,9 +91,9 @@ def test_no_validation_image_is_seen(found):
 def test_da_nas_drops_options_and_goes_from_easy_to_all_images(tmp_path, monkeypatch):
     kept, made = [], SupernetTraining.__init__
 
-    def recorded(self, *arguments):
-        kept.append(sum(map(len, arguments[-1])))
-        made(self, *arguments)
+    def recorded(self, *arguments, **data):
+        kept.append(sum(map(len, data["options"])))
+        made(self, *arguments, **data)
 
     monkeypatch.setattr(SupernetTraining, "__init__", recorded)
     search = Search(tiny(method="da_nas", macs=None), tmp_path, quiet=True)

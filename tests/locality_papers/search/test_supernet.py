@@ -34,7 +34,7 @@ def test_every_candidate_is_extracted_exactly(model, space, images, mode):
         small = extract(model, space, index)
         assert small.config == space[index] and small.training == (mode == "train")
         torch.manual_seed(index)
-        inside = supernet(images, space.digits(np.array([index])))[0]
+        inside = supernet.run(space.digits(np.array([index]))[0], images)
         torch.manual_seed(index)
         assert (small(images) - inside).abs().max() <= 1e-10
         assert Cost(count_parameters(small), count_macs(small.float())) == space.cost(index)
@@ -42,20 +42,20 @@ def test_every_candidate_is_extracted_exactly(model, space, images, mode):
 
 def test_the_model_itself_is_left_as_it_is(model, space, images):
     before = model(images)
-    Supernet(model, space)(images, np.array([[2, 2, 2]]))
+    Supernet(model, space).run([2, 2, 2], images)
     assert torch.equal(model(images), before)
     with pytest.raises(UserError):
-        Supernet(model, space)(images[:, :2], np.array([[2, 2, 2]]))
+        Supernet(model, space).run([2, 2, 2], images[:, :2])
     assert torch.equal(model(images), before)
 
 
 def test_the_sandwich_is_the_largest_the_smallest_and_random_ones(model, space):
-    largest, smallest, *drawn = Supernet(model, space).sandwich().tolist()
+    largest, smallest, *drawn = Supernet(model, space).sandwich()
     assert space.options[largest[0]] == (1, 4.0) and space.options[smallest[0]] == (2, 2.0)
     assert len(set(largest)) == len(set(smallest)) == 1 and len(drawn) == 2
     some = Supernet(model, space, [[0, 2], [3], [1, 2, 3]])
     for _ in range(20):
-        for row in some.sandwich().tolist():
+        for row in some.sandwich():
             assert row[0] in (0, 2) and row[1] == 3 and row[2] in (1, 2, 3)
     assert (some.largest, some.smallest) == ([0, 3, 1], [2, 3, 2])
 
