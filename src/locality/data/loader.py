@@ -18,13 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from locality import checks
-from locality.data.batches import (
-    Batch,
-    EvalBatches,
-    LoadedBatch,
-    OnBad,
-    TrainBatches,
-)
+from locality.data.batches import Batch, EvalBatches, LoadedBatch, OnBad, TrainBatches
 from locality.data.config import AugmentConfig, Preprocessing
 from locality.data.sources import ImageSource
 from locality.errors import ProcessKilled, UserError
@@ -100,8 +94,7 @@ class BatchLoader:
             while (loaded := self._next(arriving)) is not None:
                 if loaded.error is not None:
                     raise UserError(loaded.error)
-                for image, reason in loaded.skipped:
-                    self.skipped.setdefault(image, reason)
+                self.skipped.update(loaded.skipped)
                 if len(self.skipped) > self._max_bad_images:
                     image, reason = next(iter(self.skipped.items()))
                     raise UserError(
