@@ -8,7 +8,7 @@ from sklearn.datasets import load_digits
 
 from locality.data import DataConfig, open_data
 from locality.data.sampling import balanced_fraction, class_slice, sorted_fraction, stratified_split
-from locality.data.sources import _digit_arrays
+from locality.data.sources import open_digits
 from locality.errors import UserError
 
 # Sizes of the paper's Table 2, on unbalanced, unordered classes.
@@ -151,10 +151,10 @@ def test_digits():
 
 
 def test_the_digits_are_those_of_scikit_learn():
-    images, labels = _digit_arrays()
+    _, source, _ = open_digits(DataConfig())
     theirs = load_digits()
-    assert np.array_equal(images[..., 0], np.rint(theirs.images * (255 / 16)))
-    assert np.array_equal(labels, theirs.target)
+    assert np.array_equal(source.pixels[:, 0], np.rint(theirs.images * (255 / 16)))
+    assert np.array_equal(source.labels, theirs.target)
 
 
 def test_the_validation_images_do_not_depend_on_the_runs_seed_or_fraction():
