@@ -435,10 +435,10 @@ def folders(arguments: Sequence[str]) -> int:
     report = data.check(
         options.folder,
         dataset=options.dataset or given or "folder",
-        decoding=data.DataConfig(grey_bits=options.grey_bits).decoding,
-        allow_outside=options.allow_outside,
         workers=options.workers,
         progress=not options.quiet,
+        allow_outside=options.allow_outside,
+        grey_bits=options.grey_bits,
     )
     print("\n".join(report.lines()))
     return 0 if report.ok else 1

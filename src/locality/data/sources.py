@@ -92,6 +92,11 @@ class ImageSource(ABC):
         with wrap_errors(f"{self.describe(index)} cannot be read", BadImage):
             return self.read(index)
 
+    def counts(self, classes: Sequence[str]) -> dict[str, int]:
+        """Number of images by class."""
+        counts = np.bincount(self.labels, minlength=len(classes)).tolist()
+        return dict(zip(classes, counts, strict=True))
+
     def subset(self, indices: npt.ArrayLike) -> ImageSource:
         """The images at `indices`, in that order."""
         return Subset(self, np.asarray(indices, dtype=np.int64))
