@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locality.checkpoints.registry import detect_kind, missing
-from locality.data.config import DEFAULT_DECODING, Decoding
 from locality.data.table import has_table
 from locality.errors import UserError
-from locality.training.config import read_config
+from locality.training.config import RunConfig, read_config
 
 if TYPE_CHECKING:
     from locality.checkpoints.api import Classifier
@@ -40,12 +40,10 @@ class GivenModel:
                 f"{what} is an ONNX graph, whose architecture is fixed; omit --variant and --set"
             )
 
-    @property
-    def decoding(self) -> Decoding:
-        """How to decode images: as in training for a run, else the default."""
-        if self.kind != "run":
-            return DEFAULT_DECODING
-        return read_config(Path(self.what)).data.decoding
+    @cached_property
+    def config(self) -> RunConfig:
+        """The run's configuration; the defaults for other models."""
+        return read_config(Path(self.what)) if self.kind == "run" else RunConfig()
 
     def open(self) -> Classifier:
         """Load the model."""

@@ -22,8 +22,9 @@ from locality.data.folder import check_root, image_files, read_image, short_name
 from locality.data.sources import ImageFingerprint
 from locality.errors import UserError, lookup, one_line, printable, require, some, unknown
 from locality.files import check_output, check_parent, csv_text, write_output
+from locality.settings import replace
 from locality.templates import PAGE_MARK, write_page
-from locality.training.config import read_config, run_folders, same_path
+from locality.training.config import RunConfig, run_folders, same_path
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -37,13 +38,8 @@ _AT_ONCE = 32
 _CLASSES = 20  # maximum number of classes in printed tables
 # First bytes of the tables written by `predict` and `eval`.
 _PREDICTED, _EVALUATED = b"path,prediction,", b"path,label,prediction,"
-_WHOLE = {
-    name: getattr(DataConfig(), name)
-    for name in (
-        *("part", "fraction", "train_part", "val_part", "fold"),
-        *("first_classes", "skip_classes"),
-    )
-}
+_RESTRICTIONS = "part fraction train_part val_part fold first_classes skip_classes"
+_WHOLE = {f"data.{name}": getattr(DataConfig(), name) for name in _RESTRICTIONS.split()}
 _OF_TRAINING = "data.fraction data.subset data.subset_seed"
 _SIZE = int | tuple[int, int] | None
 _IMAGES = "files or folders; a run's validation images by default"
@@ -82,7 +78,7 @@ def predict(arguments: Sequence[str]) -> int:
     read: list[Path] = []
     bad: list[str] = []
     probabilities: list[Tensor] = []
-    images = _read_images(files, given.decoding, read, bad)
+    images = _read_images(files, given.config.data.decoding, read, bad)
     # Read lazily, so that each large image is resized before the next is read.
     while len(found := classifier(islice(images, _AT_ONCE))):
         probabilities += found
@@ -174,34 +170,27 @@ def evaluate(arguments: Sequence[str]) -> None:
     check_parent(options.predictions)
     check_output(options.predictions, _EVALUATED, options.overwrite)
 
-    given = {name.removeprefix("data."): value for name, value in parser.settings.items()}
+    given = parser.settings
     if options.images is not None:
-        if "root" in given:
-            raise UserError(f"give either {options.images} or --data.root {given['root']}")
-        named = images_at(Path(options.images)).items()
-        given = {name.removeprefix("data."): value for name, value in named} | given
-    own, seed = DataConfig(), 0
-    if model.kind == "run":
-        config = read_config(Path(model.what))
-        seed = config.seed
-        # Options override the run's data settings, unless they name another dataset.
-        if given.get("dataset", config.data.dataset) == config.data.dataset:
-            own = config.data
-    root, splits = given.get("root"), None
-    other = root is not None and not (own.root and same_path(own.root, root))
-    if root is not None and other and own.root:
-        splits = _moved(model.what, own, root)
-        other = splits is None
+        if "data.root" in given:
+            raise UserError(f"give either {options.images} or --data.root {given['data.root']}")
+        given = images_at(Path(options.images)) | given
+    config = model.config
+    # Options override the run's data settings, unless they name another dataset.
+    if given.get("data.dataset", config.data.dataset) != config.data.dataset:
+        config = dataclasses.replace(config, data=DataConfig())
+    own, root = config.data.root, given.get("data.root")
+    other = root is not None and not (
+        own and (same_path(own, root) or _moved(model.what, config, root))
+    )
     if other:  # the run's splits do not apply to other images
-        own = dataclasses.replace(own, **_WHOLE)
-    chosen = dataclasses.replace(own, **given)
+        config = replace(config, _WHOLE)
+    chosen = replace(config, given).data
     check_root(chosen)
 
     opened = model.open()
-    if given.keys() - {"root", "dataset"}:
-        splits = None  # overridden
-    whole = other and not given.keys() & {"val_part", "val_fraction", "fold"}
-    splits = training.open_for(opened, chosen, seed, whole, recorded=not other, splits=splits)
+    whole = other and not given.keys() & {"data.val_part", "data.val_fraction", "data.fold"}
+    splits = training.open_for(opened, chosen, config.seed, whole, recorded=not other)
     seen: list[tuple[int, int, Tensor]] = []
     collector = training.PredictionCollector(len(splits.val))
 
@@ -236,14 +225,14 @@ def evaluate(arguments: Sequence[str]) -> None:
     print("\n".join(_by_class(collector.predictions(splits.val, classes))))
 
 
-def _moved(run: str, own: DataConfig, root: str) -> data.DataSplits | None:
-    """The images in `root`, if they are the run's images moved there."""
-    folder, moved = training.RunFolder(run), dataclasses.replace(own, root=root)
+def _moved(run: str, config: RunConfig, root: str) -> bool:
+    """Whether the images in `root` are the run's images moved there."""
+    folder, moved = training.RunFolder(run), dataclasses.replace(config.data, root=root)
     with contextlib.suppress(UserError):
-        splits = data.open_data(moved, folder.read_config().seed, folder.recorded_classes())
-        if ImageFingerprint.of(splits).fingerprint == (folder.read_result() or {}).get("images"):
-            return splits
-    return None
+        splits = data.open_data(moved, config.seed, folder.recorded_classes())
+        found = ImageFingerprint.of(splits).fingerprint
+        return found == (folder.read_result() or {}).get("images")
+    return False
 
 
 def _by_class(predictions: Predictions) -> list[str]:
@@ -295,8 +284,7 @@ def explore(arguments: Sequence[str]) -> None:
     subjects = [model.open() for model in given]
     names, labels, images = zip(*shown, strict=True)
     if options.live:
-        run = Path(given[0].what) if given[0].kind == "run" else None
-        digits = run is not None and read_config(run).data.dataset == "digits"
+        digits = given[0].kind == "run" and given[0].config.data.dataset == "digits"
         text = live_page(subjects, images, labels, digits, names=names)
         page = write_page(output, text, options.overwrite)
     else:
@@ -324,7 +312,7 @@ def serve(arguments: Sequence[str]) -> None:
     from locality.serve import server
 
     place = options.host, options.port, options.hosts or ()
-    server.serve(given.open(), *place, options.title or "", given.decoding)
+    server.serve(given.open(), *place, options.title or "", given.config.data.decoding)
 
 
 def figure(arguments: Sequence[str]) -> None:
@@ -401,7 +389,7 @@ def _shown(
         files = [files[index] for index in round_robin_indices(labels, len(files))]
     read: list[Path] = []
     bad: list[str] = []
-    decoding = DEFAULT_DECODING if model is None else model.decoding
+    decoding = DEFAULT_DECODING if model is None else model.config.data.decoding
     images = list(islice(_read_images(files, decoding, read, bad), count))
     if left := len(files) - len(read) - len(bad):
         say(f"{left} more images are not used; --count {len(files)} uses all")
