@@ -99,33 +99,32 @@ def transform(arguments: Sequence[str]) -> None:
     parser.add("--weights", None, "for timm/NAME: a state dict instead of timm's weights")
     parser.add("--random", False, "for timm/NAME: random instead of timm's weights")
     parser.add("--layers", "stage4", "a stage, comma-separated names, the last n, or all")
-    parser.add("--alpha", None, "α of the layers: a number or exact; 7 by default", _ALPHA)
-    parser.add("--gating", None, "λ of the gates, above 0; 1 by default", checks.Positive)
+    alpha = float | Literal["exact"]
+    parser.add("--alpha", 7.0, "α of the layers: a number or exact", alpha)
+    parser.add("--gating", 1.0, "λ of the gates, above 0", checks.Positive)
     parser.add_overwrite()
     options = parser.read(arguments)
     if not options.model.startswith(PREFIX):
         parser.refuse("weights random", "needs a model named timm/NAME")
-        given = GivenModel(options.model, options)
     elif options.weights is not None:
         parser.refuse("random", "has no effect with --weights")
     if not options.overwrite:
         check_new_folder(Path(options.output))
 
     import locality
-    from locality.models.initialisations import select_convolutions
 
     about: dict[str, Any] = {}
     if options.random or options.weights is not None:
         start = {"weights": options.weights, "entry": options.entry}
         before = locality.create_model(options.model, **start).eval()
     else:
-        opened = given.open()
+        opened = GivenModel(options.model, options).open()
         before = opened.module()
         about = {"preprocessing": opened.preprocessing, "classes": opened.classes}
-    starts = {"alpha": options.alpha, "gating": options.gating}
-    starts = {name: value for name, value in starts.items() if value is not None}
-    after = locality.transform(before, options.layers, **starts)
+    after = locality.transform(before, options.layers, options.alpha, options.gating)
     locality.save(after, options.output, **about)
+    from locality.models.initialisations import select_convolutions
+
     rows = [["before", *_costs(before).values()], ["after", *_costs(after).values()]]
     print(f"replaced by attention: {', '.join(select_convolutions(before, options.layers))}\n")
     print(table(rows, ["", "params (M)", "GMACs"]))
@@ -133,9 +132,6 @@ def transform(arguments: Sequence[str]) -> None:
         f"\n{options.output}: train it with --model.name timm/{after.config.name} "
         f"--model.gpsa {options.layers} --model.weights {options.output}"
     )
-
-
-_ALPHA = float | Literal["exact"] | None
 
 
 def export(arguments: Sequence[str]) -> None:
