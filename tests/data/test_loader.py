@@ -123,8 +123,12 @@ def test_a_worker_that_cannot_send_ends_the_run(digits, monkeypatch):
 @pytest.mark.slow
 def test_workers_may_be_spawned(digits):
     expected = collect(digits.train, PAD, stop_step=2)
-    spawned = collect(digits.train, PAD, stop_step=2, workers=1, start_method="spawn")
-    assert all_same(spawned, expected)
+    before = torch.multiprocessing.get_start_method()
+    torch.multiprocessing.set_start_method("spawn", force=True)
+    try:
+        assert all_same(collect(digits.train, PAD, stop_step=2, workers=1), expected)
+    finally:
+        torch.multiprocessing.set_start_method(before, force=True)
 
 
 def test_loading_in_this_process_leaves_its_generators_alone(digits):

@@ -43,8 +43,6 @@ class BatchLoader:
         max_bad_images: how many different images may be skipped.
         workers: loading processes; 0 loads in this one, and leaves its generators untouched.
         pin_memory: deliver page-locked tensors, for copying to a GPU.
-        start_method: of the workers: "fork", "forkserver" or "spawn"; None is Python's default,
-            on Linux fork.
 
     Attributes:
         skipped: images skipped because they cannot be decoded, name → reason, in order. A resumed
@@ -60,7 +58,6 @@ class BatchLoader:
         max_bad_images: int = 100,
         workers: int = 0,
         pin_memory: bool = False,
-        start_method: str | None = None,
     ) -> None:
         self.skipped: dict[str, str] = {}
         self._max_bad_images = max_bad_images
@@ -73,7 +70,6 @@ class BatchLoader:
             collate_fn=partial(_sendable, workers),
             pin_memory=pin_memory,
             worker_init_fn=_init_worker,
-            multiprocessing_context=start_method if workers else None,
             persistent_workers=persistent and workers > 0,
             # Without one, the loader draws from the process's default generator.
             generator=torch.Generator(),
@@ -148,7 +144,7 @@ def train_loader(
         accumulate: micro-batches per optimiser step.
         on_bad_image: "skip" replaces an image that cannot be decoded by another, chosen by
             position; "error" stops.
-        loading: max_bad_images, workers, pin_memory, start_method; see `BatchLoader`.
+        loading: max_bad_images, workers, pin_memory; see `BatchLoader`.
 
     Raises:
         UserError: there are no images, the batch cannot be divided evenly, or, while iterating,
