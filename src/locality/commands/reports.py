@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from locality import checks
-from locality.checkpoints.registry import missing
 from locality.commands import images_at, page_in, say
 from locality.commands.parsing import Parser
 from locality.data.folder import place_name
@@ -32,9 +31,6 @@ def report(arguments: Sequence[str]) -> int:
     parser.add_overwrite()
     options = parser.read(arguments)
     output = options.output or page_in(options.runs, "report.html")
-    for given in map(Path, options.runs):
-        if not given.exists():
-            raise missing(given)
     check_output(output, PAGE_MARK, options.overwrite)
 
     found = run_folders(options.runs)

@@ -54,8 +54,7 @@ def train(arguments: Sequence[str], command: str = "train") -> None:
         print(to_yaml(config), end="")
         return
     folder = options.output
-    if options.fit is None:
-        check_places(config, folder)
+    check_places(config, folder)
 
     first = is_main_process()
     if options.fit is not None and not options.quiet and first:
@@ -335,8 +334,7 @@ def fit(
     }
     asked, found = what_to_train(os.fspath(images), weights is not None)
     config, folder, chosen = resolve(asked or "digits", found | given, minutes, output, quiet)
-    if chosen is None:
-        check_places(config, folder)
+    check_places(config, folder)
     if chosen is not None and not quiet:
         print(chosen)
     _train(config, folder, quiet, chosen)
