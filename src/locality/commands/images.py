@@ -41,7 +41,6 @@ _PREDICTED, _EVALUATED = b"path,prediction,", b"path,label,prediction,"
 _RESTRICTIONS = "part fraction train_part val_part fold first_classes skip_classes"
 _WHOLE = {f"data.{name}": getattr(DataConfig(), name) for name in _RESTRICTIONS.split()}
 _OF_TRAINING = "data.fraction data.subset data.subset_seed"
-_SIZE = int | tuple[int, int] | None
 _IMAGES = "files or folders; a run's validation images by default"
 
 
@@ -157,7 +156,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     parser = Parser("eval", evaluate.__doc__)
     parser.add_model("model")
     parser.add_argument("images", nargs="?", help="folder of images by class, or a labels.csv")
-    parser.add("--img_size", None, "side in pixels, or [height,width]", _SIZE)
+    parser.add("--img_size", None, "side in pixels, or [height,width]", checks.ImageSize | None)
     parser.add("--batch_size", 256, "images per batch")
     parser.add("--precision", "fp32", "fp32, bf16-mixed, fp16-mixed or auto")
     parser.add("--json", False, "print JSON")

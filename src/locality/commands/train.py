@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from locality.trained import TrainedRun
     from locality.training.autofit import AutoFit
 
-_ONLY_FOR_IMAGES = "is for a custom dataset: locality train FOLDER"
-
 # Short options of frequent settings.
 SHORT = {
     "model.name": "--model",
@@ -237,7 +235,7 @@ def resolve(
     """
     on_images = name in CUSTOM_DATA_RECIPES and given.get("data.root") is not None
     if minutes is not None and not on_images:
-        raise UserError(f"--minutes {_ONLY_FOR_IMAGES}")
+        raise UserError("--minutes is for a custom dataset: locality train FOLDER")
     lengths = [key for key in ("schedule.steps", "schedule.epochs") if given.get(key) is not None]
     if lengths and minutes is not None:
         raise UserError(f"--minutes and --{lengths[0]} exclude each other; give only one")

@@ -140,9 +140,10 @@ class Batches(Dataset, ABC):
         return each is not None and each * len(self.source) <= _KEPT_BYTES
 
     def in_memory(self) -> torch.Tensor | None:
-        """All images, (n, 3, H, W) uint8, if the transform accepts them unchanged."""
-        pixels = self.source.pixels
-        return pixels if pixels is not None and self.transform.accepts_tensors(pixels) else None
+        """All images, (n, 3, H, W) uint8, if the transform accepts them without PIL."""
+        pixels, transform = self.source.pixels, self.transform
+        fits = pixels is not None and tuple(pixels.shape[-2:]) == transform.size
+        return pixels if fits and transform.on_tensors else None
 
     def make_batch(self, pixels: Images, indices: Indices) -> Batch:
         """A batch from transformed images, (B, 3, H, W) uint8 or a list."""
