@@ -18,7 +18,7 @@ from locality.data.folder import place_name
 from locality.errors import UserError, printable, some
 from locality.files import check_output, read_yaml
 from locality.machine import is_main_process
-from locality.settings import Setting, differences, flatten, replace, to_yaml
+from locality.settings import Setting, flatten, replace, to_yaml
 from locality.templates import PAGE_MARK
 from locality.training.config import RunConfig, check_places, model_settings, read_config
 from locality.training.recipes import CUSTOM_DATA_RECIPES, RECIPES, adjusted, describe, recipe
@@ -274,13 +274,10 @@ def resumed(run: Path, given: Mapping[str, Any]) -> RunConfig:
     begun = read_config(run)
     config, planned = replace(begun, given), begun.schedule
     if config.schedule != planned:
-        changed = [name for name, *_ in differences(begun, config)]
-        others = [name for name in changed if not name.startswith("schedule.")]
-        also = f" (and {', '.join(others)})" if others else ""
         words = [word for name, value in given.items() for word in (f"--{name}", f"{value}")]
         raise UserError(
             f"{run} was planned for {planned.length:g} {planned.unit}, and a resumed run keeps "
-            f"its schedule{also}; to continue from its weights with another one, start a new run: "
+            f"its schedule; to continue from its weights with another one, start a new run: "
             f"locality train --config {run / 'config.yaml'} --model.weights {run} "
             f"--output {run}-longer {shlex.join(words)}"
         )
