@@ -178,14 +178,14 @@ def open_imagenet_v2(config: DataConfig) -> Opened:
     """
     folder = require_folder(config.root)
     listing = list_folder(folder)
-    if len(listing.classes) == 1 and not listing.classes[0].isdigit():
-        listing = list_folder(folder / listing.classes[0])
+    if len(listing.files) == 1 and not (inside := next(iter(listing.files))).isdigit():
+        listing = list_folder(folder / inside)
     names = [str(number) for number in range(_IMAGENET_CLASSES)]
-    if wrong := sorted(set(listing.classes) - set(names)):
+    if wrong := sorted(listing.files.keys() - set(names)):
         raise UserError(
             f"'{folder}' is not ImageNet-V2: expected folders 0 to 999, found {some(wrong)}"
         )
-    if not any(listing.files):
+    if not any(listing.files.values()):
         raise no_images_error(listing.root)
     source = listing.source(names, config.decoding)
     source.numbered = True

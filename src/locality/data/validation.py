@@ -161,12 +161,12 @@ def check(
     found: dict[str, tuple[list[str], ImageSource]]
     if dataset == "folder":
         listings = {part: list_folder(root) for part, root in find_splits(folder).items()}
-        report.class_difference = class_difference({p: x.classes for p, x in listings.items()})
+        report.class_difference = class_difference({p: x.files for p, x in listings.items()})
         for each in listings.values():
             report.ignored += [str(each.root / path) for path in each.ignored]
             report.loops += [str(each.root / path) for path in each.loops]
         read = config.decoding
-        found = {part: (x.classes, x.source(x.classes, read)) for part, x in listings.items()}
+        found = {part: ([*x.files], x.source(x.files, read)) for part, x in listings.items()}
     else:
         splits = open_data(config, seed=0)
         found = {"train": (splits.classes, splits.train), "val": (splits.classes, splits.val)}
