@@ -58,6 +58,22 @@ def say(sentence: str) -> None:
     print(f"locality: {sentence}", file=sys.stderr)
 
 
+def report_unreadable(bad: Sequence[str], count: int, what: str) -> int:
+    """Print the errors of unreadable files; raise the first if all `count` of them are unreadable.
+
+    Returns:
+        the exit code.
+    """
+    if bad and len(bad) == count:
+        others = f" (the other {count - 1} {what} cannot be read either)" if count > 1 else ""
+        raise UserError(bad[0] + others)
+    for sentence in bad:
+        say(sentence)
+    if bad:
+        say(f"{len(bad)} of {count} {what} could not be read")
+    return 1 if bad else 0
+
+
 def images_at(path: Path) -> dict[str, Any]:
     """The settings of a custom dataset, a table or a folder of images."""
     if not path.exists():

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Meta
 
 from locality import checks, data, training
-from locality.commands import MODEL, GivenModel, images_at, page_in, say, table
+from locality.commands import MODEL, GivenModel, images_at, page_in, report_unreadable, say, table
 from locality.commands.parsing import Parser
 from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
 from locality.data.folder import check_root, image_files, read_image, short_name
@@ -40,7 +40,6 @@ _CLASSES = 20  # maximum number of classes in printed tables
 _PREDICTED, _EVALUATED = b"path,prediction,", b"path,label,prediction,"
 _RESTRICTIONS = "part fraction train_part val_part fold first_classes skip_classes"
 _WHOLE = {f"data.{name}": getattr(DataConfig(), name) for name in _RESTRICTIONS.split()}
-_OF_TRAINING = "data.fraction data.subset data.subset_seed"
 _IMAGES = "files or folders; a run's validation images by default"
 
 
@@ -82,7 +81,7 @@ def predict(arguments: Sequence[str]) -> int:
     while len(found := classifier(islice(images, _AT_ONCE))):
         probabilities += found
     results = list(zip(read, probabilities, strict=True))
-    code = _report_unreadable(bad, files)
+    code = report_unreadable(bad, len(files), "images")
     if options.output is not None:
         names = [classifier.label(index) for index in range(len(probabilities[0]))]
         written = predictions_csv(["path"], names, results)
@@ -137,18 +136,6 @@ def _read_images(
         yield opened.pop()
 
 
-def _report_unreadable(bad: Sequence[str], files: Sequence[Path]) -> int:
-    """Report unreadable files and return the exit code; raise an error if all are unreadable."""
-    if len(bad) == len(files):
-        others = f" (the other {len(bad) - 1} images cannot be read either)" if len(bad) > 1 else ""
-        raise UserError(bad[0] + others)
-    for sentence in bad:
-        say(sentence)
-    if bad:
-        say(f"{len(bad)} of {len(files)} images could not be read")
-    return 1 if bad else 0
-
-
 def evaluate(arguments: Sequence[str]) -> None:
     """Compute top-1 and top-5 accuracy of a model. A run is evaluated on its own validation images
     by default. A given folder or table is evaluated on its validation split, or else on all images.
@@ -164,7 +151,8 @@ def evaluate(arguments: Sequence[str]) -> None:
     parser.add_overwrite()
     parser.add_settings(DataConfig(), "data.", short={"dataset": "--data"})
     options = parser.read(arguments)
-    parser.refuse(_OF_TRAINING, "only applies to training images")
+    of_training = "data.fraction data.subset data.subset_seed"
+    parser.refuse(of_training, "only applies to training images")
     model = GivenModel(options.model, options)
     check_parent(options.predictions)
     check_output(options.predictions, _EVALUATED, options.overwrite)
@@ -392,7 +380,7 @@ def _shown(
     images = list(islice(_read_images(files, decoding, read, bad), count))
     if left := len(files) - len(read) - len(bad):
         say(f"{left} more images are not used; --count {len(files)} uses all")
-    _report_unreadable(bad, files)
+    report_unreadable(bad, len(files), "images")
     named = ((short_name(file), file.absolute().parent.name) for file in read)
     return [(*names, image) for names, image in zip(named, images, strict=True)]
 
