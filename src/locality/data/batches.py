@@ -180,7 +180,7 @@ class TrainBatches(Batches):
         images: Images
         if (pixels := self.in_memory()) is not None:
             images = pixels[torch.from_numpy(indices)]
-            if not self.transform.fixed:
+            if self.transform.steps:
                 images = torch.stack(self._drawn(self.transform.padded(images), positions))
         else:
             images = self._drawn(self._read(positions, indices, skipped), positions)

@@ -77,11 +77,6 @@ class ImageTransform:
         """Pad a batch of images of this size, (B, 3, H, W) uint8, for `drawn`."""
         return F.pad(pixels, [self.pad] * 4)
 
-    @property
-    def fixed(self) -> bool:
-        """Whether images of this size are left unchanged."""
-        return self.on_tensors and not (self.pad or self.steps)
-
 
 def train_transform(augment: AugmentConfig, preprocessing: Preprocessing) -> ImageTransform:
     """The random training transform; draws from the three global generators.
