@@ -20,7 +20,7 @@ from locality.commands.parsing import Parser
 from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
 from locality.data.folder import check_root, image_files, read_image, short_name
 from locality.data.sources import ImageFingerprint
-from locality.errors import UserError, lookup, one_line, printable, require, some, unknown
+from locality.errors import UserError, lookup, one_line, printable, require, some
 from locality.files import check_output, check_parent, csv_text, write_output
 from locality.settings import replace
 from locality.templates import PAGE_MARK, write_page
@@ -393,7 +393,7 @@ def folders(arguments: Sequence[str]) -> int:
         1 if it found a problem.
     """
     parser = Parser("data", folders.__doc__)
-    parser.add_argument("task", help="check")
+    parser.add_argument("task", choices=["check"], help="decode all images and list faults")
     parser.add_argument(
         "folder", nargs="?", default=None, help="with train/ and val/, or one folder per class"
     )
@@ -403,8 +403,6 @@ def folders(arguments: Sequence[str]) -> int:
     parser.add("--workers", None, "number of processes", checks.Count)
     parser.add("--quiet", False, "print no progress bar")
     options = parser.read(arguments)
-    if options.task != "check":
-        raise unknown("task of `locality data`", options.task, ["check"])
 
     given = options.folder and images_at(Path(options.folder))["data.dataset"]
     report = data.check(

@@ -11,7 +11,7 @@ from locality import checkpoints, checks, models
 from locality.checkpoints.registry import KEY_MAP_NAMES, SOURCES, check_export_path, check_target
 from locality.commands import MODEL, GivenModel, table
 from locality.commands.parsing import Parser
-from locality.errors import UserError, lookup, unknown
+from locality.errors import UserError, unknown
 from locality.files import check_new_folder, check_output, check_parent, write_output
 from locality.models.variants import FAMILY_NAMES, PREFIX, VARIANTS, matching, variant
 
@@ -21,12 +21,10 @@ def architectures(arguments: Sequence[str]) -> None:
     parser = Parser("models", architectures.__doc__)
     text = "part of a name, or a pattern: 'convit_*'"
     parser.add_argument("filter", nargs="?", default="", help=text)
-    parser.add("--family", None, "only this family: convit, deit or cvt")
+    parser.add("--family", None, "only this family", Literal[*FAMILY_NAMES])
     parser.add("--pretrained", False, "list public weights instead")
     parser.add("--json", False, "print JSON")
     options = parser.read(arguments)
-    if options.family is not None:
-        lookup("family", options.family, FAMILY_NAMES)
     known = SOURCES if options.pretrained else VARIANTS
     if not options.json and not matching(known, options.filter):
         raise unknown("model", options.filter, known)
