@@ -85,7 +85,7 @@ def _contenders(folder: str, batch_size: int) -> dict[str, Iterable[Any]]:
     """Loaders of one pass over the files, by name, all in this process."""
     listing = list_folder(folder)
     augment = dataclasses.replace(DEIT_AUGMENT, repeats=1)
-    source = listing.source(listing.classes, DEFAULT_DECODING)
+    source = listing.source(listing.files, DEFAULT_DECODING)
     contenders: dict[str, Iterable[Any]] = {
         "locality": train_loader(
             source,

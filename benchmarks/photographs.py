@@ -32,14 +32,14 @@ from locality.models import count_parameters
 from locality.trained import TrainedRun
 from locality.training import train
 from locality.training.devices import resolve_accelerator
-from locality.training.recipes import adjusted
+from locality.training.recipes import recipe
 
 MODELS = ("convit_nano", "deit_nano", "cvt_nano", "timm/test_resnet", "timm/cct_2")
 
 
 def run(model: str, steps: int, threads: int) -> dict[str, Any]:
     """Train and evaluate a model."""
-    config = adjusted(
+    config = recipe(
         "fashion_mnist",
         {
             "model.name": model,

@@ -375,7 +375,7 @@ class TestDecoding:
         small, large = photo(), photo((2000, 2000))
 
         async def ask():
-            decoder = decoding.Decoder(Preprocessing(32), "L")
+            decoder = decoding.Decoder(Preprocessing(32), "L", Decoding())
             found = await decoder(large)
             assert (found.image.mode, found.image.size) == ("L", (32, 32))
             assert (found.shown.mode, found.shown.size) == ("RGB", (448, 448))
@@ -399,7 +399,7 @@ class TestDecoding:
 
     def test_a_decoder_that_gets_no_memory_says_so(self):
         async def ask():
-            decoder = decoding.Decoder(Preprocessing(32), "RGB")
+            decoder = decoding.Decoder(Preprocessing(32), "RGB", Decoding())
             assert (await decoder(photo((4000, 3000), "WEBP", method=0))).image.size == (32, 32)
             with pytest.raises(BadImage, match="takes more than 420 MB"):
                 await decoder(photo((7000, 7000), "WEBP", method=0))

@@ -278,21 +278,11 @@ def _transformers_cvt(model: ImageClassifier) -> dict[str, nn.Module]:
     }
     peer = CvtForImageClassification(CvtConfig(**settings))
     peer.load_state_dict(state)
-    return {"transformers": _LogitsWrapper(peer)}
+    peer.register_forward_hook(lambda _, images, output: output.logits)
+    return {"transformers": peer}
 
 
 _PEERS = {"timm": _timm_peers, "transformers": _transformers_cvt}
-
-
-class _LogitsWrapper(nn.Module):
-    """A transformers model as images → logits."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.model(pixel_values=images).logits
 
 
 def _contenders(

@@ -47,23 +47,22 @@ class RunFailed(RuntimeError):
 
 
 @contextlib.contextmanager
-def prefix_errors(what: object) -> Iterator[None]:
-    """Prefix the message of a `UserError` in the block with `what`, for example a file."""
+def wrap_errors(sentence: object, *errors: type[Exception]) -> Iterator[None]:
+    """Convert `errors` in the block to a `UserError`: `sentence`, and the reason.
+
+    A `UserError` itself is only converted if `errors` names it.
+    """
     try:
         yield
-    except UserError as error:
-        raise UserError(f"{what}: {error}") from error
-
-
-@contextlib.contextmanager
-def wrap_errors(sentence: str, *errors: type[Exception]) -> Iterator[None]:
-    """Convert a library's `errors` in the block to a `UserError`: `sentence`, and the reason."""
-    try:
-        yield
-    except UserError:
-        raise
     except errors as error:
+        if isinstance(error, UserError) and UserError not in errors:
+            raise
         raise UserError(f"{sentence}: {one_line(error)}") from error
+
+
+def prefix_errors(what: object) -> contextlib.AbstractContextManager[None]:
+    """Prefix the message of a `UserError` in the block with `what`, for example a file."""
+    return wrap_errors(what, UserError)
 
 
 def printable(text: str, keep: str = "") -> str:

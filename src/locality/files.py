@@ -73,8 +73,7 @@ def open_file(path: Path | str | os.PathLike[str], most: int | None = None) -> i
     status = os.fstat(file.fileno())
     if not stat.S_ISREG(status.st_mode):
         file.close()
-        what = "a named pipe" if stat.S_ISFIFO(status.st_mode) else "a device"
-        raise UserError(f"{path} is {what}, not a file")
+        raise UserError(f"{path} is a pipe or device, not a file")
     if most is not None and status.st_size > most:
         file.close()
         raise UserError(f"{path} is larger than the limit of {most / 1e6:.0f} MB")

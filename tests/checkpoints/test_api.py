@@ -271,8 +271,10 @@ def test_our_own_weights_are_told_by_their_shapes(tmp_path):
         read(tmp_path / "odd.pth")
 
 
-def test_a_state_dict_of_timms_is_read_for_its_network(tmp_path):
+def test_a_state_dict_of_timms_is_read_for_its_network(tmp_path, monkeypatch):
     torch.manual_seed(0)
+    create = timm.create_model
+    monkeypatch.setattr(timm, "create_model", lambda name, pretrained=0, **how: create(name, **how))
     network = timm.create_model("test_resnet", num_classes=7)
     torch.save(network.state_dict(), tmp_path / "plain.pth")
     model = locality.create_model(
@@ -283,8 +285,8 @@ def test_a_state_dict_of_timms_is_read_for_its_network(tmp_path):
     fields = {"weights": tmp_path / "plain.pth", "num_classes": 7, "gpsa": "stage4"}
     changed = locality.create_model("timm/test_resnet", **fields).eval()
     torch.testing.assert_close(changed(images), network(images), atol=1e-3, rtol=0)
-    for start in (["--random"], ["--weights", str(tmp_path / "plain.pth")]):
-        out = tmp_path / start[0]
+    for start in ([], ["--random"], ["--weights", str(tmp_path / "plain.pth")]):
+        out = tmp_path / f"out{len(start)}"
         words = ["transform", "timm/test_resnet", str(out), "--layers", "stage4"]
         assert main([*words, *start]) == 0
         assert locality.load(out).config.gpsa == "stage4"

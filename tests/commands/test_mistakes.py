@@ -98,6 +98,7 @@ MISTAKES = [
     ("convert runs/photos out --entry ema", "ema"),
     ("export runs/photos out.onxx", ".onnx"),
     ("export runs/photos nowhere/out.onnx", "nowhere"),
+    ("convert runs/photos nowhere/out.pth --to convit", "folder nowhere"),
     ("figure nonlocalty runs/photos", "nonlocality"),
     ("figure nonlocality nowhere", "nowhere"),
     ("figure initial-maps nowhere.png", "nowhere.png"),

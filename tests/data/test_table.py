@@ -282,7 +282,7 @@ def test_its_images_are_checked(cells):
 def test_images_in_memory_are_checked(fashion_mnist):
     report = check(fashion_mnist, dataset="fashion_mnist", progress=False)
     assert report.ok and report.images == {"train": 600, "val": 40} and report.classes == 10
-    assert report.sizes.width == (28,) * 5
+    assert report.sizes["width"] == [28] * 5
     labels = fashion_mnist / "train-images-idx3-ubyte.gz"
     (fashion_mnist / "t10k-images-idx3-ubyte.gz").write_bytes(labels.read_bytes())
     with pytest.raises(UserError, match="40 labels"):

@@ -24,7 +24,7 @@ def test_a_good_folder(train_val):
     result = report(train_val)
     assert result.ok and result.images == {"train": 18, "val": 6} and result.classes == 3
     assert result.modes == {"RGB": 24}
-    assert result.sizes.width == (10,) * 5 and result.sizes.height == (12,) * 5
+    assert result.sizes == {"width": [10] * 5, "height": [12] * 5}
     assert result.lines()[-1] == "nothing is wrong"
 
 
@@ -62,7 +62,7 @@ def test_everything_that_can_be_wrong(train_val, class_folders, image_file):
     assert result.ignored == [str(train / "notes.txt")]
     assert result.loops == [str(train / "ant" / "loop")]
     assert result.modes["L"] == 1
-    assert result.sizes.width[-1] == 100 and result.sizes.height[-1] == 50
+    assert result.sizes["width"][-1] == 100 and result.sizes["height"][-1] == 50
 
     # Each fault is reported, and lists are limited.
     assert len(result.lines(most=2)) < len(result.lines())
@@ -115,5 +115,5 @@ def test_unused_bits_are_named(tmp_path, monkeypatch, most, ok):
         with pytest.raises(UserError):
             verify(open_data(data, 0).val)
     read = replace(data, grey_bits=bits)
-    assert report(tmp_path, decoding=read.decoding).ok
+    assert report(tmp_path, grey_bits=bits).ok
     assert "grey_bits" not in verify(open_data(read, 0).val)

@@ -240,6 +240,7 @@ def check_target(target: Path, to: str, overwrite: bool) -> None:
         kinds = "folder or a .safetensors" if native else ".safetensors, .pth, .pt or .bin"
         raise UserError(f"the format '{to}' is written as a {kinds} file, not {target}")
     if target.suffix:
+        check_parent(target)
         check_output(target, overwrite=overwrite)
     elif target.exists() and not overwrite:
         raise UserError(

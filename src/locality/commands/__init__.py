@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locality.checkpoints.registry import detect_kind, missing
-from locality.data.config import DEFAULT_DECODING, Decoding
 from locality.data.table import has_table
 from locality.errors import UserError
-from locality.training.config import read_config
+from locality.training.config import RunConfig, read_config
 
 if TYPE_CHECKING:
     from locality.checkpoints.api import Classifier
@@ -40,12 +40,10 @@ class GivenModel:
                 f"{what} is an ONNX graph, whose architecture is fixed; omit --variant and --set"
             )
 
-    @property
-    def decoding(self) -> Decoding:
-        """How to decode images: as in training for a run, else the default."""
-        if self.kind != "run":
-            return DEFAULT_DECODING
-        return read_config(Path(self.what)).data.decoding
+    @cached_property
+    def config(self) -> RunConfig:
+        """The run's configuration; the defaults for other models."""
+        return read_config(Path(self.what)) if self.kind == "run" else RunConfig()
 
     def open(self) -> Classifier:
         """Load the model."""
@@ -58,6 +56,22 @@ class GivenModel:
 def say(sentence: str) -> None:
     """Print a message to standard error."""
     print(f"locality: {sentence}", file=sys.stderr)
+
+
+def report_unreadable(bad: Sequence[str], count: int, what: str) -> int:
+    """Print the errors of unreadable files; raise the first if all `count` of them are unreadable.
+
+    Returns:
+        the exit code.
+    """
+    if bad and len(bad) == count:
+        others = f" (the other {count - 1} {what} cannot be read either)" if count > 1 else ""
+        raise UserError(bad[0] + others)
+    for sentence in bad:
+        say(sentence)
+    if bad:
+        say(f"{len(bad)} of {count} {what} could not be read")
+    return 1 if bad else 0
 
 
 def images_at(path: Path) -> dict[str, Any]:

@@ -15,15 +15,16 @@ import numpy as np
 from msgspec import Meta
 
 from locality import checks, data, training
-from locality.commands import MODEL, GivenModel, images_at, page_in, say, table
+from locality.commands import MODEL, GivenModel, images_at, page_in, report_unreadable, say, table
 from locality.commands.parsing import Parser
 from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
 from locality.data.folder import check_root, image_files, read_image, short_name
 from locality.data.sources import ImageFingerprint
-from locality.errors import UserError, lookup, one_line, printable, require, some, unknown
+from locality.errors import UserError, lookup, one_line, printable, require, some
 from locality.files import check_output, check_parent, csv_text, write_output
+from locality.settings import replace
 from locality.templates import PAGE_MARK, write_page
-from locality.training.config import read_config, run_folders, same_path
+from locality.training.config import RunConfig, run_folders, same_path
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -37,15 +38,8 @@ _AT_ONCE = 32
 _CLASSES = 20  # maximum number of classes in printed tables
 # First bytes of the tables written by `predict` and `eval`.
 _PREDICTED, _EVALUATED = b"path,prediction,", b"path,label,prediction,"
-_WHOLE = {
-    name: getattr(DataConfig(), name)
-    for name in (
-        *("part", "fraction", "train_part", "val_part", "fold"),
-        *("first_classes", "skip_classes"),
-    )
-}
-_OF_TRAINING = "data.fraction data.subset data.subset_seed"
-_SIZE = int | tuple[int, int] | None
+_RESTRICTIONS = "part fraction train_part val_part fold first_classes skip_classes"
+_WHOLE = {f"data.{name}": getattr(DataConfig(), name) for name in _RESTRICTIONS.split()}
 _IMAGES = "files or folders; a run's validation images by default"
 
 
@@ -82,12 +76,12 @@ def predict(arguments: Sequence[str]) -> int:
     read: list[Path] = []
     bad: list[str] = []
     probabilities: list[Tensor] = []
-    images = _read_images(files, given.decoding, read, bad)
+    images = _read_images(files, given.config.data.decoding, read, bad)
     # Read lazily, so that each large image is resized before the next is read.
     while len(found := classifier(islice(images, _AT_ONCE))):
         probabilities += found
     results = list(zip(read, probabilities, strict=True))
-    code = _report_unreadable(bad, files)
+    code = report_unreadable(bad, len(files), "images")
     if options.output is not None:
         names = [classifier.label(index) for index in range(len(probabilities[0]))]
         written = predictions_csv(["path"], names, results)
@@ -142,18 +136,6 @@ def _read_images(
         yield opened.pop()
 
 
-def _report_unreadable(bad: Sequence[str], files: Sequence[Path]) -> int:
-    """Report unreadable files and return the exit code; raise an error if all are unreadable."""
-    if len(bad) == len(files):
-        others = f" (the other {len(bad) - 1} images cannot be read either)" if len(bad) > 1 else ""
-        raise UserError(bad[0] + others)
-    for sentence in bad:
-        say(sentence)
-    if bad:
-        say(f"{len(bad)} of {len(files)} images could not be read")
-    return 1 if bad else 0
-
-
 def evaluate(arguments: Sequence[str]) -> None:
     """Compute top-1 and top-5 accuracy of a model. A run is evaluated on its own validation images
     by default. A given folder or table is evaluated on its validation split, or else on all images.
@@ -161,7 +143,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     parser = Parser("eval", evaluate.__doc__)
     parser.add_model("model")
     parser.add_argument("images", nargs="?", help="folder of images by class, or a labels.csv")
-    parser.add("--img_size", None, "side in pixels, or [height,width]", _SIZE)
+    parser.add("--img_size", None, "side in pixels, or [height,width]", checks.ImageSize | None)
     parser.add("--batch_size", 256, "images per batch")
     parser.add("--precision", "fp32", "fp32, bf16-mixed, fp16-mixed or auto")
     parser.add("--json", False, "print JSON")
@@ -169,39 +151,33 @@ def evaluate(arguments: Sequence[str]) -> None:
     parser.add_overwrite()
     parser.add_settings(DataConfig(), "data.", short={"dataset": "--data"})
     options = parser.read(arguments)
-    parser.refuse(_OF_TRAINING, "only applies to training images")
+    of_training = "data.fraction data.subset data.subset_seed"
+    parser.refuse(of_training, "only applies to training images")
     model = GivenModel(options.model, options)
     check_parent(options.predictions)
     check_output(options.predictions, _EVALUATED, options.overwrite)
 
-    given = {name.removeprefix("data."): value for name, value in parser.settings.items()}
+    given = parser.settings
     if options.images is not None:
-        if "root" in given:
-            raise UserError(f"give either {options.images} or --data.root {given['root']}")
-        named = images_at(Path(options.images)).items()
-        given = {name.removeprefix("data."): value for name, value in named} | given
-    own, seed = DataConfig(), 0
-    if model.kind == "run":
-        config = read_config(Path(model.what))
-        seed = config.seed
-        # Options override the run's data settings, unless they name another dataset.
-        if given.get("dataset", config.data.dataset) == config.data.dataset:
-            own = config.data
-    root, splits = given.get("root"), None
-    other = root is not None and not (own.root and same_path(own.root, root))
-    if root is not None and other and own.root:
-        splits = _moved(model.what, own, root)
-        other = splits is None
+        if "data.root" in given:
+            raise UserError(f"give either {options.images} or --data.root {given['data.root']}")
+        given = images_at(Path(options.images)) | given
+    config = model.config
+    # Options override the run's data settings, unless they name another dataset.
+    if given.get("data.dataset", config.data.dataset) != config.data.dataset:
+        config = dataclasses.replace(config, data=DataConfig())
+    own, root = config.data.root, given.get("data.root")
+    other = root is not None and not (
+        own and (same_path(own, root) or _moved(model.what, config, root))
+    )
     if other:  # the run's splits do not apply to other images
-        own = dataclasses.replace(own, **_WHOLE)
-    chosen = dataclasses.replace(own, **given)
+        config = replace(config, _WHOLE)
+    chosen = replace(config, given).data
     check_root(chosen)
 
     opened = model.open()
-    if given.keys() - {"root", "dataset"}:
-        splits = None  # overridden
-    whole = other and not given.keys() & {"val_part", "val_fraction", "fold"}
-    splits = training.open_for(opened, chosen, seed, whole, recorded=not other, splits=splits)
+    whole = other and not given.keys() & {"data.val_part", "data.val_fraction", "data.fold"}
+    splits = training.open_for(opened, chosen, config.seed, whole, recorded=not other)
     seen: list[tuple[int, int, Tensor]] = []
     collector = training.PredictionCollector(len(splits.val))
 
@@ -236,14 +212,14 @@ def evaluate(arguments: Sequence[str]) -> None:
     print("\n".join(_by_class(collector.predictions(splits.val, classes))))
 
 
-def _moved(run: str, own: DataConfig, root: str) -> data.DataSplits | None:
-    """The images in `root`, if they are the run's images moved there."""
-    folder, moved = training.RunFolder(run), dataclasses.replace(own, root=root)
+def _moved(run: str, config: RunConfig, root: str) -> bool:
+    """Whether the images in `root` are the run's images moved there."""
+    folder, moved = training.RunFolder(run), dataclasses.replace(config.data, root=root)
     with contextlib.suppress(UserError):
-        splits = data.open_data(moved, folder.read_config().seed, folder.recorded_classes())
-        if ImageFingerprint.of(splits).fingerprint == (folder.read_result() or {}).get("images"):
-            return splits
-    return None
+        splits = data.open_data(moved, config.seed, folder.recorded_classes())
+        found = ImageFingerprint.of(splits).fingerprint
+        return found == (folder.read_result() or {}).get("images")
+    return False
 
 
 def _by_class(predictions: Predictions) -> list[str]:
@@ -295,8 +271,7 @@ def explore(arguments: Sequence[str]) -> None:
     subjects = [model.open() for model in given]
     names, labels, images = zip(*shown, strict=True)
     if options.live:
-        run = Path(given[0].what) if given[0].kind == "run" else None
-        digits = run is not None and read_config(run).data.dataset == "digits"
+        digits = given[0].kind == "run" and given[0].config.data.dataset == "digits"
         text = live_page(subjects, images, labels, digits, names=names)
         page = write_page(output, text, options.overwrite)
     else:
@@ -324,7 +299,7 @@ def serve(arguments: Sequence[str]) -> None:
     from locality.serve import server
 
     place = options.host, options.port, options.hosts or ()
-    server.serve(given.open(), *place, options.title or "", given.decoding)
+    server.serve(given.open(), *place, options.title or "", given.config.data.decoding)
 
 
 def figure(arguments: Sequence[str]) -> None:
@@ -401,11 +376,11 @@ def _shown(
         files = [files[index] for index in round_robin_indices(labels, len(files))]
     read: list[Path] = []
     bad: list[str] = []
-    decoding = DEFAULT_DECODING if model is None else model.decoding
+    decoding = DEFAULT_DECODING if model is None else model.config.data.decoding
     images = list(islice(_read_images(files, decoding, read, bad), count))
     if left := len(files) - len(read) - len(bad):
         say(f"{left} more images are not used; --count {len(files)} uses all")
-    _report_unreadable(bad, files)
+    report_unreadable(bad, len(files), "images")
     named = ((short_name(file), file.absolute().parent.name) for file in read)
     return [(*names, image) for names, image in zip(named, images, strict=True)]
 
@@ -418,7 +393,7 @@ def folders(arguments: Sequence[str]) -> int:
         1 if it found a problem.
     """
     parser = Parser("data", folders.__doc__)
-    parser.add_argument("task", help="check")
+    parser.add_argument("task", choices=["check"], help="decode all images and list faults")
     parser.add_argument(
         "folder", nargs="?", default=None, help="with train/ and val/, or one folder per class"
     )
@@ -428,17 +403,15 @@ def folders(arguments: Sequence[str]) -> int:
     parser.add("--workers", None, "number of processes", checks.Count)
     parser.add("--quiet", False, "print no progress bar")
     options = parser.read(arguments)
-    if options.task != "check":
-        raise unknown("task of `locality data`", options.task, ["check"])
 
     given = options.folder and images_at(Path(options.folder))["data.dataset"]
     report = data.check(
         options.folder,
         dataset=options.dataset or given or "folder",
-        decoding=data.DataConfig(grey_bits=options.grey_bits).decoding,
-        allow_outside=options.allow_outside,
         workers=options.workers,
         progress=not options.quiet,
+        allow_outside=options.allow_outside,
+        grey_bits=options.grey_bits,
     )
     print("\n".join(report.lines()))
     return 0 if report.ok else 1

@@ -11,7 +11,7 @@ from locality import checkpoints, checks, models
 from locality.checkpoints.registry import KEY_MAP_NAMES, SOURCES, check_export_path, check_target
 from locality.commands import MODEL, GivenModel, table
 from locality.commands.parsing import Parser
-from locality.errors import UserError, lookup, unknown
+from locality.errors import UserError, unknown
 from locality.files import check_new_folder, check_output, check_parent, write_output
 from locality.models.variants import FAMILY_NAMES, PREFIX, VARIANTS, matching, variant
 
@@ -21,12 +21,10 @@ def architectures(arguments: Sequence[str]) -> None:
     parser = Parser("models", architectures.__doc__)
     text = "part of a name, or a pattern: 'convit_*'"
     parser.add_argument("filter", nargs="?", default="", help=text)
-    parser.add("--family", None, "only this family: convit, deit or cvt")
+    parser.add("--family", None, "only this family", Literal[*FAMILY_NAMES])
     parser.add("--pretrained", False, "list public weights instead")
     parser.add("--json", False, "print JSON")
     options = parser.read(arguments)
-    if options.family is not None:
-        lookup("family", options.family, FAMILY_NAMES)
     known = SOURCES if options.pretrained else VARIANTS
     if not options.json and not matching(known, options.filter):
         raise unknown("model", options.filter, known)
@@ -99,33 +97,32 @@ def transform(arguments: Sequence[str]) -> None:
     parser.add("--weights", None, "for timm/NAME: a state dict instead of timm's weights")
     parser.add("--random", False, "for timm/NAME: random instead of timm's weights")
     parser.add("--layers", "stage4", "a stage, comma-separated names, the last n, or all")
-    parser.add("--alpha", None, "α of the layers: a number or exact; 7 by default", _ALPHA)
-    parser.add("--gating", None, "λ of the gates, above 0; 1 by default", checks.Positive)
+    alpha = float | Literal["exact"]
+    parser.add("--alpha", 7.0, "α of the layers: a number or exact", alpha)
+    parser.add("--gating", 1.0, "λ of the gates, above 0", checks.Positive)
     parser.add_overwrite()
     options = parser.read(arguments)
     if not options.model.startswith(PREFIX):
         parser.refuse("weights random", "needs a model named timm/NAME")
-        given = GivenModel(options.model, options)
     elif options.weights is not None:
         parser.refuse("random", "has no effect with --weights")
     if not options.overwrite:
         check_new_folder(Path(options.output))
 
     import locality
-    from locality.models.initialisations import select_convolutions
 
     about: dict[str, Any] = {}
     if options.random or options.weights is not None:
         start = {"weights": options.weights, "entry": options.entry}
         before = locality.create_model(options.model, **start).eval()
     else:
-        opened = given.open()
+        opened = GivenModel(options.model, options).open()
         before = opened.module()
         about = {"preprocessing": opened.preprocessing, "classes": opened.classes}
-    starts = {"alpha": options.alpha, "gating": options.gating}
-    starts = {name: value for name, value in starts.items() if value is not None}
-    after = locality.transform(before, options.layers, **starts)
+    after = locality.transform(before, options.layers, options.alpha, options.gating)
     locality.save(after, options.output, **about)
+    from locality.models.initialisations import select_convolutions
+
     rows = [["before", *_costs(before).values()], ["after", *_costs(after).values()]]
     print(f"replaced by attention: {', '.join(select_convolutions(before, options.layers))}\n")
     print(table(rows, ["", "params (M)", "GMACs"]))
@@ -133,9 +130,6 @@ def transform(arguments: Sequence[str]) -> None:
         f"\n{options.output}: train it with --model.name timm/{after.config.name} "
         f"--model.gpsa {options.layers} --model.weights {options.output}"
     )
-
-
-_ALPHA = float | Literal["exact"] | None
 
 
 def export(arguments: Sequence[str]) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from locality import checks
-from locality.checkpoints.registry import missing
-from locality.commands import images_at, page_in, say
+from locality.commands import images_at, page_in, report_unreadable, say
 from locality.commands.parsing import Parser
 from locality.data.folder import place_name
 from locality.errors import UserError, one_line
@@ -32,9 +31,6 @@ def report(arguments: Sequence[str]) -> int:
     parser.add_overwrite()
     options = parser.read(arguments)
     output = options.output or page_in(options.runs, "report.html")
-    for given in map(Path, options.runs):
-        if not given.exists():
-            raise missing(given)
     check_output(output, PAGE_MARK, options.overwrite)
 
     found = run_folders(options.runs)
@@ -50,17 +46,14 @@ def report(arguments: Sequence[str]) -> int:
             bad.append(one_line(error))
     for folder in unfinished:
         say(f"{folder} is skipped: it has not finished")
-    if bad and not finished:
-        raise UserError("; ".join(bad))
-    for sentence in bad:
-        say(f"skipped: {sentence}")
+    code = report_unreadable(bad, len(found), "runs")
     if options.record:
         from locality.analysis.recording import record_missing
 
         for sentence in record_missing(finished):
             say(sentence)
     print(build_report([*finished, *unfinished], output, options.overwrite).absolute())
-    return 1 if bad else 0
+    return code
 
 
 def compare(arguments: Sequence[str]) -> int:

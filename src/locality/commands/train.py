@@ -18,7 +18,7 @@ from locality.data.folder import place_name
 from locality.errors import UserError, printable, some
 from locality.files import check_output, read_yaml
 from locality.machine import is_main_process
-from locality.settings import Setting, differences, flatten, replace, to_yaml
+from locality.settings import Setting, flatten, replace, to_yaml
 from locality.templates import PAGE_MARK
 from locality.training.config import RunConfig, check_places, model_settings, read_config
 from locality.training.recipes import CUSTOM_DATA_RECIPES, RECIPES, describe, recipe
@@ -26,8 +26,6 @@ from locality.training.recipes import CUSTOM_DATA_RECIPES, RECIPES, describe, re
 if TYPE_CHECKING:
     from locality.trained import TrainedRun
     from locality.training.autofit import AutoFit
-
-_ONLY_FOR_IMAGES = "is for a custom dataset: locality train FOLDER"
 
 # Short options of frequent settings.
 SHORT = {
@@ -54,8 +52,7 @@ def train(arguments: Sequence[str], command: str = "train") -> None:
         print(to_yaml(config), end="")
         return
     folder = options.output
-    if options.fit is None:
-        check_places(config, folder)
+    check_places(config, folder)
 
     first = is_main_process()
     if options.fit is not None and not options.quiet and first:
@@ -238,7 +235,7 @@ def resolve(
     """
     on_images = name in CUSTOM_DATA_RECIPES and given.get("data.root") is not None
     if minutes is not None and not on_images:
-        raise UserError(f"--minutes {_ONLY_FOR_IMAGES}")
+        raise UserError("--minutes is for a custom dataset: locality train FOLDER")
     lengths = [key for key in ("schedule.steps", "schedule.epochs") if given.get(key) is not None]
     if lengths and minutes is not None:
         raise UserError(f"--minutes and --{lengths[0]} exclude each other; give only one")
@@ -277,13 +274,10 @@ def resumed(run: Path, given: Mapping[str, Any]) -> RunConfig:
     begun = read_config(run)
     config, planned = replace(begun, given), begun.schedule
     if config.schedule != planned:
-        changed = [name for name, *_ in differences(begun, config)]
-        others = [name for name in changed if not name.startswith("schedule.")]
-        also = f" (and {', '.join(others)})" if others else ""
         words = [word for name, value in given.items() for word in (f"--{name}", f"{value}")]
         raise UserError(
             f"{run} was planned for {planned.length:g} {planned.unit}, and a resumed run keeps "
-            f"its schedule{also}; to continue from its weights with another one, start a new run: "
+            f"its schedule; to continue from its weights with another one, start a new run: "
             f"locality train --config {run / 'config.yaml'} --model.weights {run} "
             f"--output {run}-longer {shlex.join(words)}"
         )
@@ -335,8 +329,7 @@ def fit(
     }
     asked, found = what_to_train(os.fspath(images), weights is not None)
     config, folder, chosen = resolve(asked or "digits", found | given, minutes, output, quiet)
-    if chosen is None:
-        check_places(config, folder)
+    check_places(config, folder)
     if chosen is not None and not quiet:
         print(chosen)
     _train(config, folder, quiet, chosen)

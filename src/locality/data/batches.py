@@ -57,17 +57,11 @@ class Batch:
         images: (B, 3, H, W) float32, normalised.
         targets: (B,) int64 classes.
         indices: (B,) int64, indices into the source.
-        positions: (B,) int64, positions in the run; the indices again in evaluation.
-        step: the optimiser step, or the batch number in evaluation.
-        micro: the micro-batch within the step.
     """
 
     images: torch.Tensor
     targets: torch.Tensor
     indices: Indices
-    positions: Indices
-    step: int
-    micro: int
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -77,21 +71,14 @@ class Batch:
         return replace(self, images=self.images.pin_memory(), targets=self.targets.pin_memory())
 
 
-class UnreadableImage(NamedTuple):
-    """An image that could not be decoded, and why."""
-
-    image: str
-    reason: str
-
-
 class LoadedBatch(NamedTuple):
-    """A worker's result: a batch or an error, and the images skipped.
+    """A worker's result: a batch or an error, and the images skipped, name → reason.
 
     Errors are values: torch would wrap an exception's message in a worker's traceback.
     """
 
     batch: Batch | None
-    skipped: tuple[UnreadableImage, ...] = ()
+    skipped: dict[str, str]
     error: str | None = None
 
 
@@ -117,18 +104,18 @@ class Batches(Dataset, ABC):
     _kept: dict[int, Image.Image] = field(init=False, repr=False, default_factory=dict)
 
     @abstractmethod
-    def batch(self, number: int, skipped: list[UnreadableImage]) -> Batch | None:
-        """Batch `number`; unreadable images are appended to `skipped`."""
+    def batch(self, number: int, skipped: dict[str, str]) -> Batch | None:
+        """Batch `number`; unreadable images are added to `skipped`."""
 
     def __getitem__(self, number: int) -> LoadedBatch:
-        skipped: list[UnreadableImage] = []
+        skipped: dict[str, str] = {}
         with preserved_generators():
             try:
-                return LoadedBatch(self.batch(number, skipped), tuple(skipped))
+                return LoadedBatch(self.batch(number, skipped), skipped)
             except UserError as error:
-                return LoadedBatch(None, error=str(error))
+                return LoadedBatch(None, skipped, str(error))
 
-    def read(self, index: int, skipped: list[UnreadableImage]) -> Image.Image | None:
+    def read(self, index: int, skipped: dict[str, str]) -> Image.Image | None:
         """A prepared image; None if it cannot be decoded and may be skipped."""
         if (kept := self._kept.get(index)) is not None:
             return kept
@@ -138,13 +125,12 @@ class Batches(Dataset, ABC):
                 self._kept[index] = image
             return image
         except BadImage as error:
-            failure = UnreadableImage(self.source.describe(index), str(error))
+            name, reason = self.source.describe(index), str(error)
         if self.on_bad == "error":
             raise UserError(
-                f"{failure.image}: {failure.reason}; repair or remove the file, or set "
-                f"on_bad_image to 'skip'"
+                f"{name}: {reason}; repair or remove the file, or set on_bad_image to 'skip'"
             )
-        skipped.append(failure)
+        skipped[name] = reason
         return None
 
     @cached_property
@@ -154,22 +140,15 @@ class Batches(Dataset, ABC):
         return each is not None and each * len(self.source) <= _KEPT_BYTES
 
     def in_memory(self) -> torch.Tensor | None:
-        """All images, (n, 3, H, W) uint8, if the transform accepts them unchanged."""
-        pixels = self.source.pixels
-        return pixels if pixels is not None and self.transform.accepts_tensors(pixels) else None
+        """All images, (n, 3, H, W) uint8, if the transform accepts them without PIL."""
+        pixels, transform = self.source.pixels, self.transform
+        fits = pixels is not None and tuple(pixels.shape[-2:]) == transform.size
+        return pixels if fits and transform.on_tensors else None
 
-    def make_batch(
-        self,
-        pixels: Images,
-        indices: Indices,
-        positions: Indices,
-        step: int,
-        micro: int = 0,
-    ) -> Batch:
+    def make_batch(self, pixels: Images, indices: Indices) -> Batch:
         """A batch from transformed images, (B, 3, H, W) uint8 or a list."""
         targets = torch.from_numpy(self.source.labels[indices])
-        images = normalise(pixels, self.preprocessing)
-        return Batch(images, targets, indices, positions, step, micro)
+        return Batch(normalise(pixels, self.preprocessing), targets, indices)
 
 
 @dataclass(eq=False)
@@ -188,26 +167,26 @@ class TrainBatches(Batches):
         self.transform = train_transform(self.augment, self.preprocessing)
         self.erasing = create_erasing(self.augment)
 
-    def positions(self, step: int, micro: int) -> Indices:
+    def positions(self, number: int) -> Indices:
         """The global positions of one micro-batch of this process, (B,) int64."""
+        step, micro = divmod(number, self.accumulate)
         first = step * self.batch_size + micro * self.world_size + self.rank
         stop = (step + 1) * self.batch_size
         return np.arange(first, stop, self.world_size * self.accumulate, dtype=np.int64)
 
-    def batch(self, number: int, skipped: list[UnreadableImage]) -> Batch:
-        step, micro = divmod(number, self.accumulate)
-        positions = self.positions(step, micro)
+    def batch(self, number: int, skipped: dict[str, str]) -> Batch:
+        positions = self.positions(number)
         indices = sample_order(positions, len(self.source), self.seed, self.augment.repeats)
         images: Images
         if (pixels := self.in_memory()) is not None:
             images = pixels[torch.from_numpy(indices)]
-            if not self.transform.fixed:
+            if self.transform.steps:
                 images = torch.stack(self._drawn(self.transform.padded(images), positions))
         else:
             images = self._drawn(self._read(positions, indices, skipped), positions)
         if self.augment.affine:
             images = warp(images, affine_matrices(self._uniform(positions, 4), self.augment.affine))
-        batch = self.make_batch(images, indices, positions, step, micro)
+        batch = self.make_batch(images, indices)
         if self.erasing is not None:
             seeds = self._seeds(Stream.ERASE, positions)
             for image, seed in zip(batch.images, seeds, strict=True):
@@ -233,7 +212,7 @@ class TrainBatches(Batches):
         return drawn
 
     def _read(
-        self, positions: Indices, indices: Indices, skipped: list[UnreadableImage]
+        self, positions: Indices, indices: Indices, skipped: dict[str, str]
     ) -> Iterator[Image.Image]:
         """Read images; others, in a fixed random order, replace unreadable ones and their index."""
         for place, position in enumerate(positions.tolist()):
@@ -246,7 +225,7 @@ class TrainBatches(Batches):
             else:
                 raise UserError(
                     f"{_MAX_REPLACEMENTS} images in a row could not be read; the last: "
-                    f"{skipped[-1].image}: {skipped[-1].reason}"
+                    f"{': '.join(list(skipped.items())[-1])}"
                 )
 
 
@@ -261,14 +240,14 @@ class EvalBatches(Batches):
     def __len__(self) -> int:
         return -(-len(self.own) // self.batch_size)
 
-    def batch(self, number: int, skipped: list[UnreadableImage]) -> Batch | None:
+    def batch(self, number: int, skipped: dict[str, str]) -> Batch | None:
         indices = self.own[number * self.batch_size : (number + 1) * self.batch_size]
         if (pixels := self.in_memory()) is not None:
-            return self.make_batch(pixels[torch.from_numpy(indices)], indices, indices, number)
+            return self.make_batch(pixels[torch.from_numpy(indices)], indices)
         images, used = [], []
         for index in indices.tolist():
             if (image := self.read(index, skipped)) is not None:
                 images.append(self.transform.drawn(image))
                 used.append(index)
         indices = np.array(used, dtype=np.int64)
-        return self.make_batch(images, indices, indices, number) if used else None
+        return self.make_batch(images, indices) if used else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,6 +25,7 @@ DATASETS: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("datase
 """The rows of `datasets.yaml` by dataset name."""
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"]
+Part = tuple[checks.Share, checks.Share]
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,11 @@ class DataConfig:
     dataset: str = "digits"
     root: str | None = setting(None, "how")
     download: bool = setting(False, "how")
-    part: tuple[float, float] = (0.0, 1.0)
+    part: Part = (0.0, 1.0)
     fraction: checks.PositiveShare = setting(1.0, "sample")
     subset: Literal["balanced", "sorted"] = "balanced"
-    train_part: tuple[float, float] = (0.0, 1.0)
-    val_part: tuple[float, float] | None = None
+    train_part: Part = (0.0, 1.0)
+    val_part: Part | None = None
     fold: tuple[int, int] | None = setting(None, "sample")
     first_classes: checks.Count | None = None
     skip_classes: checks.Natural = 0
@@ -124,10 +124,10 @@ class DataConfig:
     def __post_init__(self) -> None:
         checks.one_of("dataset", self.dataset, DATASETS)
         check(self)
-        _part("part", self.part)
-        _part("train_part", self.train_part)
+        for name in ("part", "train_part", "val_part"):
+            if (part := getattr(self, name)) and part[0] >= part[1]:
+                raise UserError(f"{name} is {part}; give two fractions, the smaller first")
         if self.val_part is not None:
-            _part("val_part", self.val_part)
             lows, highs = zip(self.train_part, self.val_part, strict=True)
             if max(lows) < min(highs):
                 raise UserError(
@@ -245,8 +245,8 @@ class AugmentConfig:
 
     crop: Literal["resized", "pad", "none"] = "resized"
     pad: checks.Natural = 4
-    scale: tuple[float, float] = (0.08, 1.0)
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    scale: tuple[checks.PositiveShare, checks.PositiveShare] = (0.08, 1.0)
+    ratio: tuple[checks.Positive, checks.Positive] = (3 / 4, 4 / 3)
     hflip: checks.Share = 0.5
     color_jitter: checks.NotNegative = 0.0
     auto_augment: str | None = None
@@ -261,21 +261,11 @@ class AugmentConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        _range("scale", self.scale, 1.0)
-        _range("ratio", self.ratio, math.inf)
+        for name in ("scale", "ratio"):
+            if (limits := getattr(self, name)) != tuple(sorted(limits)):
+                raise UserError(f"{name} is {limits}; give two numbers, the smaller first")
         if self.auto_augment is not None:
             _policy(self.auto_augment)
-
-
-def _part(setting: str, value: tuple[float, float]) -> None:
-    if len(value) != 2 or not 0 <= value[0] < value[1] <= 1:
-        raise UserError(f"{setting} is {value!r}; give two fractions with 0 ≤ low < high ≤ 1")
-
-
-def _range(setting: str, value: tuple[float, float], high: float) -> None:
-    if len(value) != 2 or not 0 < value[0] <= value[1] <= high or math.isinf(value[1]):
-        limit = "" if math.isinf(high) else f" ≤ {high:g}"
-        raise UserError(f"{setting} is {value!r}; give two numbers with 0 < low ≤ high{limit}")
 
 
 def _policy(text: str) -> None:

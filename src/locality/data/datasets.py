@@ -36,7 +36,7 @@ from locality.data.folder import (
     open_splits,
     require_folder,
 )
-from locality.data.sampling import balanced_fraction, class_slice, sorted_fraction, stratified_split
+from locality.data.sampling import class_fraction, class_slice, stratified_split
 from locality.data.sources import ArraySource, DataSplits, ImageSource
 from locality.errors import UserError, some, wrap_errors
 from locality.files import parse_json, read_text
@@ -89,12 +89,9 @@ def open_data(
     if config.train_part != (0.0, 1.0):
         train = train.subset(class_slice(train.labels, config.train_part, config.split_seed))
     if config.fraction < 1.0 and len(train):
-        if config.subset == "sorted":
-            kept = sorted_fraction(train.labels, config.fraction)
-        else:
-            chosen_by = seed if config.subset_seed is None else config.subset_seed
-            kept = balanced_fraction(train.labels, config.fraction, chosen_by)
-        train = train.subset(kept)
+        seed = seed if config.subset_seed is None else config.subset_seed
+        by = None if config.subset == "sorted" else seed
+        train = train.subset(class_fraction(train.labels, config.fraction, by))
     if names:
         order = list(dict.fromkeys([*names, *classes]))
         classes, train, val = renumber((classes, train, val), order)
@@ -181,14 +178,14 @@ def open_imagenet_v2(config: DataConfig) -> Opened:
     """
     folder = require_folder(config.root)
     listing = list_folder(folder)
-    if len(listing.classes) == 1 and not listing.classes[0].isdigit():
-        listing = list_folder(folder / listing.classes[0])
+    if len(listing.files) == 1 and not (inside := next(iter(listing.files))).isdigit():
+        listing = list_folder(folder / inside)
     names = [str(number) for number in range(_IMAGENET_CLASSES)]
-    if wrong := sorted(set(listing.classes) - set(names)):
+    if wrong := sorted(listing.files.keys() - set(names)):
         raise UserError(
             f"'{folder}' is not ImageNet-V2: expected folders 0 to 999, found {some(wrong)}"
         )
-    if not any(listing.files):
+    if not any(listing.files.values()):
         raise no_images_error(listing.root)
     source = listing.source(names, config.decoding)
     source.numbered = True

@@ -16,7 +16,7 @@ import shutil
 import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from glob import glob
@@ -115,22 +115,19 @@ class Listing:
 
     Attributes:
         root: the folder.
-        classes: names of its class folders, sorted.
-        files: per class, the image files' paths relative to `root`, sorted.
+        files: by class, in sorted order, the image files' paths relative to `root`, sorted.
         ignored: files without an image suffix, or outside class folders.
         loops: links back to a folder above them; not followed.
     """
 
     root: Path
-    classes: list[str]
-    files: list[list[str]]
+    files: dict[str, list[str]] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
     loops: list[str] = field(default_factory=list)
 
-    def source(self, classes: Sequence[str], decoding: Decoding) -> FileSource:
+    def source(self, classes: Collection[str], decoding: Decoding) -> FileSource:
         """The files of `classes`, whose order numbers them; a class may have no files."""
-        by_name = dict(zip(self.classes, self.files, strict=True))
-        paths = [by_name.get(name, []) for name in classes]
+        paths = [self.files.get(name, []) for name in classes]
         labels = np.repeat(np.arange(len(classes)), [*map(len, paths)])
         return FileSource(self.root, chain.from_iterable(paths), labels, decoding)
 
@@ -151,9 +148,9 @@ def list_folder(root: Path | str) -> Listing:
                 f"'{root}' has two folders '{name}' (accents in two encodings); keep one"
             )
         named[name] = folder
-    listing = Listing(root, sort_classes(named), [], entries.files + entries.others)
-    for name in listing.classes:
-        listing.files.append(sorted(_images(root, named[name], {root.resolve()}, listing)))
+    listing = Listing(root, ignored=entries.files + entries.others)
+    for name in sort_classes(named):
+        listing.files[name] = sorted(_images(root, named[name], {root.resolve()}, listing))
     return listing
 
 
@@ -251,19 +248,19 @@ def open_splits(
     """Classes and images of the splits' folders, which must have the same classes."""
     listings = {part: list_folder(root) for part, root in parts.items()}
     for listing in listings.values():
-        if not any(listing.files):
+        if not any(listing.files.values()):
             raise no_images_error(listing.root)
         if loops := [str(listing.root / path) for path in listing.loops]:
             log_once(f"links that lead in circles are not followed: {some(loops)}")
         if ignored := listing.ignored:
             outside = [p for p in ignored if _is_image(p) and os.sep not in p]
             beside = f"; images outside of the class folders: {some(outside)}" if outside else ""
-            total = len(ignored) + sum(map(len, listing.files))
+            total = len(ignored) + sum(map(len, listing.files.values()))
             left = f"{len(ignored):,} of {total:,} files are left out{left_out(ignored)}"
             log_once(f"'{listing.root}': {left}{beside}")
-    if difference := class_difference({part: each.classes for part, each in listings.items()}):
+    if difference := class_difference({part: each.files for part, each in listings.items()}):
         raise UserError(f"train and val have different classes: {difference}")
-    classes = next(iter(listings.values())).classes
+    classes = list(next(iter(listings.values())).files)
     log_names(classes)
     return classes, [listing.source(classes, decoding) for listing in listings.values()]
 
@@ -315,7 +312,7 @@ def image_files(given: Iterable[str]) -> Iterator[Path]:
         if found := [] if os.path.lexists(path) else sorted(glob(name, recursive=True)):
             yield from image_files(found)
         elif path.is_dir():
-            listing = Listing(path, [], [])
+            listing = Listing(path)
             inside = [name for name in list_entries(path).files if _is_image(name)]
             inside = inside or list(_images(path, "", set(), listing))
             if not inside:

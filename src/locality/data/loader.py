@@ -18,13 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from locality import checks
-from locality.data.batches import (
-    Batch,
-    EvalBatches,
-    LoadedBatch,
-    OnBad,
-    TrainBatches,
-)
+from locality.data.batches import Batch, EvalBatches, LoadedBatch, OnBad, TrainBatches
 from locality.data.config import AugmentConfig, Preprocessing
 from locality.data.sources import ImageSource
 from locality.errors import ProcessKilled, UserError
@@ -49,8 +43,6 @@ class BatchLoader:
         max_bad_images: how many different images may be skipped.
         workers: loading processes; 0 loads in this one, and leaves its generators untouched.
         pin_memory: deliver page-locked tensors, for copying to a GPU.
-        start_method: of the workers: "fork", "forkserver" or "spawn"; None is Python's default,
-            on Linux fork.
 
     Attributes:
         skipped: images skipped because they cannot be decoded, name → reason, in order. A resumed
@@ -66,7 +58,6 @@ class BatchLoader:
         max_bad_images: int = 100,
         workers: int = 0,
         pin_memory: bool = False,
-        start_method: str | None = None,
     ) -> None:
         self.skipped: dict[str, str] = {}
         self._max_bad_images = max_bad_images
@@ -79,7 +70,6 @@ class BatchLoader:
             collate_fn=partial(_sendable, workers),
             pin_memory=pin_memory,
             worker_init_fn=_init_worker,
-            multiprocessing_context=start_method if workers else None,
             persistent_workers=persistent and workers > 0,
             # Without one, the loader draws from the process's default generator.
             generator=torch.Generator(),
@@ -100,8 +90,7 @@ class BatchLoader:
             while (loaded := self._next(arriving)) is not None:
                 if loaded.error is not None:
                     raise UserError(loaded.error)
-                for image, reason in loaded.skipped:
-                    self.skipped.setdefault(image, reason)
+                self.skipped.update(loaded.skipped)
                 if len(self.skipped) > self._max_bad_images:
                     image, reason = next(iter(self.skipped.items()))
                     raise UserError(
@@ -155,7 +144,7 @@ def train_loader(
         accumulate: micro-batches per optimiser step.
         on_bad_image: "skip" replaces an image that cannot be decoded by another, chosen by
             position; "error" stops.
-        loading: max_bad_images, workers, pin_memory, start_method; see `BatchLoader`.
+        loading: max_bad_images, workers, pin_memory; see `BatchLoader`.
 
     Raises:
         UserError: there are no images, the batch cannot be divided evenly, or, while iterating,

@@ -77,15 +77,6 @@ class ImageTransform:
         """Pad a batch of images of this size, (B, 3, H, W) uint8, for `drawn`."""
         return F.pad(pixels, [self.pad] * 4)
 
-    @property
-    def fixed(self) -> bool:
-        """Whether images of this size are left unchanged."""
-        return self.on_tensors and not (self.pad or self.steps)
-
-    def accepts_tensors(self, pixels: torch.Tensor) -> bool:
-        """Whether images like `pixels`, (…, 3, H, W) uint8, can be used without PIL."""
-        return self.on_tensors and tuple(pixels.shape[-2:]) == self.size
-
 
 def train_transform(augment: AugmentConfig, preprocessing: Preprocessing) -> ImageTransform:
     """The random training transform; draws from the three global generators.

@@ -145,27 +145,29 @@ def preserved_generators() -> Iterator[None]:
         torch.default_generator.set_state(processor)
 
 
-def balanced_fraction(labels: npt.ArrayLike, fraction: float, seed: int) -> Indices:
-    """A seeded random fraction of every class, rounded to the nearest number of images.
+def class_fraction(labels: npt.ArrayLike, fraction: float, seed: int | None) -> Indices:
+    """A fraction of every class's images.
 
-    Nested: with the same seed, a smaller fraction is a subset of a larger one.
+    Args:
+        labels: (n,) integers.
+        fraction: the fraction, in (0, 1].
+        seed: of a random choice, rounded to the nearest number of images. It is nested: a smaller
+            fraction is a subset of a larger one. None chooses the first int(n · fraction) images
+            in the source's own sorted order, as the code released with the ConViT paper does.
 
     Raises:
         UserError: a class that has images would be left with none.
     """
     # Adding ½ before truncating rounds halves up, so that counts never fall as fractions rise.
-    return _fraction(labels, fraction, seed, lambda n: int(n * fraction + 0.5))
-
-
-def sorted_fraction(labels: npt.ArrayLike, fraction: float) -> Indices:
-    """The first int(n · fraction) images of every class, in the source's own sorted order.
-
-    The code released with the ConViT paper selects these.
-
-    Raises:
-        UserError: a class that has images would be left with none.
-    """
-    return _fraction(labels, fraction, None, lambda n: int(n * fraction))
+    rounding = 0.0 if seed is None else 0.5
+    present, counts = np.unique(labels, return_counts=True)
+    kept = (counts * fraction + rounding).astype(int)
+    if emptied := np.flatnonzero(kept == 0).tolist():
+        raise UserError(
+            f"a fraction of {fraction:g} leaves {len(emptied)} classes without images "
+            f"(class {present[emptied[0]]} has {counts[emptied[0]]}); give a larger fraction"
+        )
+    return _chosen(labels, seed, Stream.SUBSET, lambda n: (0, int(n * fraction + rounding)))
 
 
 def stratified_split(
@@ -208,16 +210,3 @@ def _chosen(
             places = permute(places, len(members), hash_seed(seed, stream, label))
         chosen.append(members[places])
     return np.sort(np.concatenate(chosen))
-
-
-def _fraction(
-    labels: npt.ArrayLike, fraction: float, seed: int | None, count: Callable[[int], int]
-) -> Indices:
-    sizes = zip(*np.unique(labels, return_counts=True), strict=True)
-    if emptied := [(label, size) for label, size in sizes if not count(size)]:
-        label, size = emptied[0]
-        raise UserError(
-            f"a fraction of {fraction:g} leaves {len(emptied)} classes without images "
-            f"(class {label} has {size}); give a larger fraction"
-        )
-    return _chosen(labels, seed, Stream.SUBSET, lambda n: (0, count(n)))

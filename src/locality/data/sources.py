@@ -14,7 +14,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,6 +91,11 @@ class ImageSource(ABC):
         """
         with wrap_errors(f"{self.describe(index)} cannot be read", BadImage):
             return self.read(index)
+
+    def counts(self, classes: Sequence[str]) -> dict[str, int]:
+        """Number of images by class."""
+        counts = np.bincount(self.labels, minlength=len(classes)).tolist()
+        return dict(zip(classes, counts, strict=True))
 
     def subset(self, indices: npt.ArrayLike) -> ImageSource:
         """The images at `indices`, in that order."""
@@ -181,21 +185,16 @@ class DataSplits:
 
 
 def open_digits(config: DataConfig) -> tuple[list[str], ImageSource, None]:
-    """1,797 handwritten digits, 8×8, grey as RGB; the images of scikit-learn's `load_digits`."""
-    return [str(digit) for digit in range(10)], ArraySource(*_digit_arrays(), "digits"), None
+    """1,797 handwritten digits, 8×8, grey as RGB; the images of scikit-learn's `load_digits`.
 
-
-@cache
-def _digit_arrays() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """Images (1797, 8, 8, 3) uint8 and labels: the UCI repository's "Optical Recognition of
-    Handwritten Digits" (Alpaydin and Kaynak, 1998; CC BY 4.0), its test part."""
+    They are the test part of the UCI repository's "Optical Recognition of Handwritten Digits"
+    (Alpaydin and Kaynak, 1998; CC BY 4.0).
+    """
     with np.load(Path(__file__).with_name("digits.npz")) as data:
         # 17 grey levels, 0 … 16, stretched to 0 … 255.
         grey = np.rint(data["images"] * (255 / 16)).astype(np.uint8)
-        images, labels = np.repeat(grey[..., None], 3, axis=-1), data["labels"].astype(np.int64)
-    for array in (images, labels):
-        array.setflags(write=False)
-    return images, labels
+        source = ArraySource(np.repeat(grey[..., None], 3, axis=-1), data["labels"], "digits")
+    return [str(digit) for digit in range(10)], source, None
 
 
 # Hashing this many bytes takes seconds; opening a file takes as long as hashing _OPENING_BYTES.
@@ -203,7 +202,7 @@ CONTENT_BYTES = 1_000_000_000
 
 _OPENING_BYTES = 10_000
 
-_DIGITS = 16  # of a file's digest; modification times have fewer
+_DIGITS = 16  # of a digest; modification times have fewer
 
 _MAX_TABLE_BYTES, _MOST_FILES = 1 << 28, 3_000_000
 
@@ -215,14 +214,13 @@ class ImageFingerprint:
     """The fingerprint of a run's images.
 
     Attributes:
-        labels: digest of the classes and all labels, in order.
-        files: digest of the images in memory and of `table`.
+        fingerprint: the text stored in checkpoints: digests of the classes and all labels, in
+            order, and of the images in memory and `table`.
         table: a line per file in order of use: size, digest or modification time, and split/name,
             separated by tabs; gzipped.
     """
 
-    labels: str
-    files: str
+    fingerprint: str
     table: bytes
 
     @classmethod
@@ -236,14 +234,8 @@ class ImageFingerprint:
                 files.update(source.pixels.numpy().tobytes())
         table = _table(splits).encode()
         files.update(table)
-        return cls(
-            labels.hexdigest()[:16], files.hexdigest()[:16], gzip.compress(table, 1, mtime=0)
-        )
-
-    @property
-    def fingerprint(self) -> str:
-        """The text stored in checkpoints."""
-        return f"{self.labels}-{self.files}"
+        digests = "-".join(digest.hexdigest()[:_DIGITS] for digest in (labels, files))
+        return cls(digests, gzip.compress(table, 1, mtime=0))
 
     def differences(self, before: Path) -> str:
         """The files that changed, are gone or are new since the table in `before`, in words."""

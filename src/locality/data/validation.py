@@ -9,20 +9,20 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
 from locality.data.classes import class_difference, imbalance
-from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
+from locality.data.config import DataConfig, Decoding
 from locality.data.datasets import open_data
 from locality.data.decoding import load, read_bytes, to_rgb
 from locality.data.folder import find_splits, left_out, list_folder
@@ -33,13 +33,6 @@ from locality.machine import processors
 
 # Files handed to a process at once: enough to amortise the overhead.
 _CHUNK = 64
-
-
-class Sizes(NamedTuple):
-    """Image sizes in pixels: minimum, 5%, median, 95% and maximum of each side."""
-
-    width: tuple[int, ...]
-    height: tuple[int, ...]
 
 
 @dataclass
@@ -58,7 +51,7 @@ class CheckReport:
         ignored: files without an image suffix, or outside the class folders.
         loops: links back to a folder above them.
         modes: number of images per colour mode ("RGB", "L", "CMYK", …).
-        sizes: distribution of widths and heights; None without images.
+        sizes: minimum, 5%, median, 95% and maximum of "width" and "height" in pixels.
         bits: (used, available) bits of 16-bit greys; None without any.
         counts: images per class, in the training split if there is one.
     """
@@ -74,7 +67,7 @@ class CheckReport:
     ignored: list[str] = field(default_factory=list)
     loops: list[str] = field(default_factory=list)
     modes: dict[str, int] = field(default_factory=dict)
-    sizes: Sizes | None = None
+    sizes: dict[str, list[int]] = field(default_factory=dict)
     bits: tuple[int, int] | None = None
     counts: dict[str, int] = field(default_factory=dict)
 
@@ -94,10 +87,10 @@ class CheckReport:
         """The report in words, with at most `most` examples of each fault."""
         counts = ", ".join(f"{number:,} in {part}" for part, number in self.images.items())
         text = [f"{self.folder}: {self.classes} classes, images: {counts}"]
-        if self.sizes is not None:
-            for side, values in self.sizes._asdict().items():
-                spread = " · ".join(str(value) for value in values)
-                text.append(f"{side} (least · 5% · median · 95% · greatest): {spread} pixels")
+        for side, values in self.sizes.items():
+            spread = " · ".join(map(str, values))
+            text.append(f"{side} (least · 5% · median · 95% · greatest): {spread} pixels")
+        if self.modes:
             modes = ", ".join(f"{number:,} {mode}" for mode, number in self.modes.items())
             text.append(f"colour modes: {modes}")
         text.append(_unused_bits(self.bits))
@@ -150,34 +143,32 @@ def check(
     folder: Path | str | None,
     *,
     dataset: str = "folder",
-    decoding: Decoding = DEFAULT_DECODING,
-    allow_outside: bool = False,
     workers: int | None = None,
     progress: bool = True,
+    **settings: Any,
 ) -> CheckReport:
     """Decode every image of a dataset and report its faults.
 
     Args:
         folder: a folder with train/ and val/ or with class folders; or another dataset's root.
         dataset: one of `DATASETS`.
-        decoding: the run's decoding settings.
-        allow_outside: as in `DataConfig`.
         workers: processes; None uses all processors this process may use.
         progress: show a progress bar.
+        settings: other settings of `DataConfig`, such as `grey_bits`.
     """
-    root = None if folder is None else str(folder)
-    report = CheckReport(root or dataset)
+    config = DataConfig(dataset, None if folder is None else str(folder), **settings)
+    report = CheckReport(config.root or dataset)
     found: dict[str, tuple[list[str], ImageSource]]
     if dataset == "folder":
         listings = {part: list_folder(root) for part, root in find_splits(folder).items()}
-        report.class_difference = class_difference({p: x.classes for p, x in listings.items()})
+        report.class_difference = class_difference({p: x.files for p, x in listings.items()})
         for each in listings.values():
             report.ignored += [str(each.root / path) for path in each.ignored]
             report.loops += [str(each.root / path) for path in each.loops]
-        found = {part: (x.classes, x.source(x.classes, decoding)) for part, x in listings.items()}
+        read = config.decoding
+        found = {part: ([*x.files], x.source(x.files, read)) for part, x in listings.items()}
     else:
-        how = {"allow_outside": allow_outside, **vars(decoding)}
-        splits = open_data(DataConfig(dataset, root, **how), seed=0)
+        splits = open_data(config, seed=0)
         found = {"train": (splits.classes, splits.train), "val": (splits.classes, splits.val)}
     report.classes = len(next(iter(found.values()))[0])
     good: list[ImageInfo] = []
@@ -186,12 +177,11 @@ def check(
     bar = tqdm(total=total, unit="image", disable=not progress, desc="checking")
     for part, (classes, source) in found.items():
         report.images[part] = len(source)
-        counts = np.bincount(source.labels, minlength=len(classes)).tolist()
-        by_class = dict(zip(classes, counts, strict=True))
+        by_class = source.counts(classes)
         report.counts = report.counts or by_class
         report.empty_classes[part] = [name for name, count in by_class.items() if not count]
         names = [source.describe(index) for index in range(len(source))]
-        examined = _inspect_all(source, names, decoding, workers)
+        examined = _inspect_all(source, names, config.decoding, workers)
         for path, item in zip(names, examined, strict=True):
             bar.update()
             # Bad files are reported as such; all empty ones would be duplicates of each other.
@@ -206,15 +196,11 @@ def check(
     bar.close()
     report.modes = dict(Counter(item.mode for item in good).most_common())
     report.bits = _most_used(item.bits for item in good)
-    if good:
-        sides = ([item.width for item in good], [item.height for item in good])
-        report.sizes = Sizes(*map(_percentiles, sides))
+    for side in ("width", "height") if good else ():
+        sides = [getattr(item, side) for item in good]
+        spread = np.percentile(sides, (0, 5, 50, 95, 100), method="nearest")
+        report.sizes[side] = spread.astype(int).tolist()
     return report
-
-
-def _percentiles(sides: Sequence[int]) -> tuple[int, ...]:
-    found = np.percentile(sides, (0, 5, 50, 95, 100), method="nearest")
-    return tuple(found.astype(int).tolist())
 
 
 def _inspect_all(

@@ -20,7 +20,7 @@ import psutil
 from PIL import Image
 
 from locality.data import decoding
-from locality.data.config import DEFAULT_DECODING, Decoding, Preprocessing
+from locality.data.config import Decoding, Preprocessing
 from locality.data.decoding import convert
 from locality.data.resizing import high_resolution_crop, resize_and_crop
 from locality.data.sources import BadImage, TooManyPixels
@@ -66,9 +66,7 @@ class Decoder:
         settings: how images are decoded; EXIF orientation is always applied.
     """
 
-    def __init__(
-        self, preprocessing: Preprocessing, mode: str, settings: Decoding = DEFAULT_DECODING
-    ) -> None:
+    def __init__(self, preprocessing: Preprocessing, mode: str, settings: Decoding) -> None:
         self._made = preprocessing, mode
         self._settings = replace(settings, exif=True)
         self._places = [anyio.Semaphore(lane.at_once) for lane in LANES]

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from locality import checks, settings
-from locality.checkpoints.registry import detect_kind, is_run_folder, read_run_settings
+from locality.checkpoints.registry import detect_kind, is_run_folder, missing, read_run_settings
 from locality.data.config import AugmentConfig, DataConfig, Preprocessing
 from locality.data.folder import check_root
 from locality.errors import UserError, prefix_errors, some, wrap_errors
@@ -427,8 +427,8 @@ def run_folders(folders: Iterable[Path | str]) -> list[Path]:
     """
     found: dict[Path, Path] = {}
     for folder in map(Path, folders):
-        if not folder.is_dir():
-            raise FileNotFoundError(f"there is no folder {folder}, and a folder of runs is needed")
+        if not folder.exists():
+            raise missing(folder)
         inside = [folder] if is_run_folder(folder) else _children(folder)
         if not inside:
             raise UserError(

@@ -31,7 +31,7 @@ from locality.training.loop import Loop, Replan
 from locality.training.model import build_model
 from locality.training.processes import Peers, SignalHandler, end_children, forward_signals
 from locality.training.recorder import NoRecorder, Recorder, restore_metrics
-from locality.training.resolved_run import ResolvedRun, class_counts
+from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import RunFolder
 from locality.training.state import Components, TrainState
 
@@ -230,7 +230,7 @@ def _open_on_rank0(training: Training) -> tuple[Any, _Opened | None]:
         run.notes += [note for note in [verify(splits.val)] if note]
     write_atomic(folder.images_file, run.images.table)
     folder.write_json(folder.classes_file, splits.classes)
-    folder.write_json(folder.counts_file, class_counts(splits.train, splits.classes))
+    folder.write_json(folder.counts_file, splits.train.counts(splits.classes))
     return name, (run, checkpoint)
 
 

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from locality import machine
-from locality.data import DataSplits, ImageSource, open_data
+from locality.data import DataSplits, open_data
 from locality.data.classes import imbalance
 from locality.data.sources import ImageFingerprint
 from locality.errors import UserError, some
@@ -212,12 +211,6 @@ def saved_activations(model: nn.Module, images: Tensor, autocast: Callable[[], A
     return total
 
 
-def class_counts(source: ImageSource, classes: Sequence[str]) -> dict[str, int]:
-    """Number of images by class."""
-    counts = np.bincount(source.labels, minlength=len(classes)).tolist()
-    return dict(zip(classes, counts, strict=True))
-
-
 def check_classes(splits: DataSplits, plan: Plan) -> list[str]:
     """Notes on empty classes and large batches.
 
@@ -231,13 +224,13 @@ def check_classes(splits: DataSplits, plan: Plan) -> list[str]:
         )
     notes = []
     for source, what in ((splits.train, "training"), (splits.val, "validation")):
-        counts = class_counts(source, splits.classes)
+        counts = source.counts(splits.classes)
         if empty := [name for name, count in counts.items() if not count]:
             notes.append(
                 f"{len(empty)} of {len(splits.classes):,} classes have no {what} images: "
                 f"{some(empty)}"
             )
-    if uneven := imbalance(class_counts(splits.train, splits.classes)):
+    if uneven := imbalance(splits.train.counts(splits.classes)):
         notes.append(uneven)
     if plan.batch_size > len(splits.train):
         notes.append(

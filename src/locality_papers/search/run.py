@@ -32,7 +32,7 @@ from locality.checkpoints import save
 from locality.checkpoints.api import load
 from locality.checkpoints.format import WEIGHTS
 from locality.data import BatchLoader, DataSplits, ImageSource, eval_loader, open_data
-from locality.data.sampling import sorted_fraction
+from locality.data.sampling import class_fraction
 from locality.errors import UserError
 from locality.figures import charts, style
 from locality.files import CsvTable, atomic_file, write_atomic
@@ -182,7 +182,7 @@ class Search:
             return self.splits
         train = self.splits.train
         order = np.argsort(np.load(self.path / "difficulty.npy"), kind="stable")
-        kept = order[sorted_fraction(train.labels[order], fraction)]
+        kept = order[class_fraction(train.labels[order], fraction, seed=None)]
         return dataclasses.replace(self.splits, train=train.subset(np.sort(kept)))
 
     def load_supernet(self, number: int) -> None:
