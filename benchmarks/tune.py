@@ -29,6 +29,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from locality.training import train
+from locality.training.recipes import recipe
 
 MODELS = ("convit_nano", "deit_nano", "cvt_nano")
 DIGITS = {"data.part": (0.0, 0.25), "schedule.steps": 750, "schedule.eval_every": 750}
@@ -90,8 +91,8 @@ def main() -> None:
     options = parser.parse_args()
     if "timm/cct_2" in options.models:
         import cct  # noqa: F401 (registers it)
-    recipe, fixed, usual_seed = IMAGES[options.images]
-    given = {name: json.loads(value) for name, value in (each.split("=") for each in options.set)}
+    name, fixed, usual_seed = IMAGES[options.images]
+    given = {key: json.loads(value) for key, value in (each.split("=") for each in options.set)}
     columns = ["model", "trial", "seed", *(draw(0) | given), "top1", "seconds"]
     done = set()
     if options.output.exists():
@@ -106,7 +107,7 @@ def main() -> None:
             if tuple("" if value is None else str(value) for value in row) in done:
                 continue
             config = recipe(
-                recipe,
+                name,
                 fixed
                 | {
                     "model.name": model,

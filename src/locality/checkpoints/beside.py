@@ -74,7 +74,8 @@ def read_described(folder: Path, content: Mapping[str, Any]) -> Checkpoint | Non
         content: content of its config.json.
 
     Returns:
-        a checkpoint without weights; None if the file was written by neither.
+        a checkpoint without weights, in the format of its `key_map`; None if the file was written
+        by neither.
 
     Raises:
         UserError: if the model is not supported, or the file is invalid.
@@ -109,8 +110,10 @@ def _timm(content: Mapping[str, Any]) -> Checkpoint:
         config = TimmConfig.named(name).with_overrides(**args)
     labels = content.get("label_names") or data.get("label_names")
     classes = class_names(labels, config.num_classes)
-    title = PREFIX + name if isinstance(config, TimmConfig) else None
-    return Checkpoint(config, {}, title, timm_preprocessing(data), classes)
+    title, key_map = None, "convit" if getattr(config, "gpsa_layers", 0) else "deit"
+    if isinstance(config, TimmConfig):
+        title, key_map = PREFIX + name, "timm"
+    return Checkpoint(config, {}, title, timm_preprocessing(data), classes, key_map)
 
 
 def timm_preprocessing(data: Mapping[str, Any]) -> Preprocessing | None:
@@ -180,7 +183,7 @@ def _transformers(folder: Path, content: Mapping[str, Any]) -> Checkpoint:
         activation="gelu",
     )
     classes = class_names(labels, len(labels))
-    return Checkpoint(config, {}, None, prepared, classes)
+    return Checkpoint(config, {}, None, prepared, classes, "cvt-transformers")
 
 
 def _preprocessor(path: Path) -> Preprocessing | None:

@@ -67,7 +67,10 @@ def check_keys(given: State, expected: State, owner: str) -> None:
 def count_blocks(state: State, prefix: str) -> int:
     """The number of blocks `prefix0`, `prefix1`, …"""
     pattern = re.compile(rf"{re.escape(prefix)}(\d+)\.")
-    return len({match[1] for name in state if (match := pattern.match(name))})
+    found = {match[1] for name in state if (match := pattern.match(name))}
+    if not found:
+        raise KeyError(f"{prefix}0")
+    return len(found)
 
 
 def check_finite(state: State) -> None:

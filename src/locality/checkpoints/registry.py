@@ -162,12 +162,18 @@ def detect_kind(what: Path | str, entry: str | None = None) -> Kind:
             source other than a path.
     """
     kind = _kind(what)
-    if kind != "path" and entry is not None:
+    if kind != "path":
+        check_no_entry(what, entry)
+    return kind
+
+
+def check_no_entry(what: Path | str, entry: str | None) -> None:
+    """Refuse an entry of a source that holds one state dict."""
+    if entry is not None:
         raise UserError(
             f"{what} holds one set of weights and has no entry '{entry}'; only a PyTorch "
             f"checkpoint may hold several"
         )
-    return kind
 
 
 def _kind(what: Path | str) -> Kind:

@@ -19,7 +19,7 @@ from huggingface_hub.errors import RemoteEntryNotFoundError
 from torch import Tensor
 
 from locality.checkpoints.beside import PREPROCESSOR, read_described, timm_preprocessing
-from locality.checkpoints.foreign import STEMS, TIMM, detect_key_map
+from locality.checkpoints.foreign import KEY_MAPS, STEMS, TIMM, detect_key_map
 from locality.checkpoints.format import CARD, CONFIG, WRAPPER, Checkpoint
 from locality.checkpoints.key_map import State, format_settings, meta_state_dict
 from locality.checkpoints.registry import (
@@ -29,6 +29,7 @@ from locality.checkpoints.registry import (
     WEIGHT_SUFFIXES,
     WEIGHTS,
     Source,
+    check_no_entry,
     detect_kind,
     read_class_names,
     read_result,
@@ -152,8 +153,10 @@ def _from_weights(
             _log.warning(f"{description} is ignored: it is not of locality, timm or transformers")
     state, metadata = read_state(path, entry)
     if own or FORMAT in metadata:
+        check_no_entry(path, entry)
         state = {name.removeprefix(f"{WRAPPER}."): tensor for name, tensor in state.items()}
-        with prefix_errors(description if own else path):
+        damage = wrap_errors("its description is damaged", TypeError)
+        with prefix_errors(description if own else path), damage:
             if not own:
                 content = parse_json(metadata[FORMAT], "its description")
             return Checkpoint.from_description(content, state)
@@ -162,11 +165,10 @@ def _from_weights(
     state = _unwrap(state, path, described.config)
     with prefix_errors(f"{path}, with the model of its {CONFIG}"):
         config = described.config.with_overrides(**settings)
-        key_map = TIMM if isinstance(config, TimmConfig) else detect_key_map(state)
+        key_map = TIMM if isinstance(config, TimmConfig) else KEY_MAPS[described.key_map]
         state = key_map.to_native(state, config)
     name, config = identify(config)
-    name = name or described.name
-    return replace(described, config=config, state=state, name=name, key_map=key_map.name)
+    return replace(described, config=config, state=state, name=name or described.name)
 
 
 def _from_state(

@@ -264,11 +264,12 @@ def _maps(pictures: Pictures, image: int) -> list[dict[str, Any]]:
             "layer": index + 1,
             "box": _box(layer),
             "heads": [
-                (
-                    data_url(maps.map_to_rgb(found)),
-                    None if layer.gates is None else float(layer.gates[head]),
+                (data_url(maps.map_to_rgb(found)), gate)
+                for found, gate in zip(
+                    layer.mixed[image][:_HEADS],
+                    [None] * _HEADS if layer.gates is None else map(float, layer.gates),
+                    strict=False,
                 )
-                for head, found in enumerate(layer.mixed[image][:_HEADS])
             ],
         }
         for index, layer in enumerate(pictures.layers)
