@@ -9,7 +9,6 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from timm.models import save_for_hf
 from torch import Tensor, nn
 
 from locality.data import AugmentConfig, Preprocessing
@@ -155,32 +154,6 @@ def test_a_timm_teacher_is_read_from_a_file(tmp_path):
     with torch.no_grad():
         expected = model.eval()(images)
     torch.testing.assert_close(loaded(images), expected)
-
-
-@pytest.mark.parametrize("prefix", ["", "local-dir:"])
-def test_a_folder_saved_by_timm_is_the_teacher(prefix, tmp_path):
-    model = timm.create_model("test_vit", num_classes=10).eval()
-    save_for_hf(model, tmp_path / "saved")
-    config = ObjectiveConfig(teacher=f"{prefix}{tmp_path / 'saved'}")
-    check_teacher(config)
-    loaded, _ = load_teacher(config, Preprocessing(160, HALF, HALF), "0123456789")
-    images = torch.randn(2, 3, 160, 160)
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(images), model(images))
-
-
-def test_a_timm_name_is_the_teacher(monkeypatch):
-    made, create = [], timm.create_model
-
-    def created(name, pretrained=False, **settings):
-        made.append((name, pretrained))
-        return create(name, **settings)
-
-    monkeypatch.setattr(timm, "create_model", created)
-    config = ObjectiveConfig(teacher="test_vit.r160_in1k")
-    check_teacher(config)
-    loaded, _ = load_teacher(config, Preprocessing(), range(1000))
-    assert made[0] == ("test_vit.r160_in1k", True) and loaded.size == (160, 160)
 
 
 def test_a_run_can_be_the_teacher(tmp_path):

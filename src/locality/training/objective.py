@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import timm
 import torch
 import torch.nn.functional as F
 from timm.data import Mixup
 from torch import Tensor, nn
 
 from locality.checkpoints import open_model
-from locality.checkpoints.registry import detect_kind
 from locality.data.classes import class_difference, joinable, numbered
 from locality.data.config import AugmentConfig, Preprocessing
-from locality.errors import UserError, prefix_errors, wrap_errors
-from locality.models.factory import named
+from locality.errors import UserError, unknown
 from locality.models.variants import PREFIX
 from locality.training.config import ObjectiveConfig
 from locality.training.devices import accumulation_dtype
@@ -162,24 +160,28 @@ def _channels(values: tuple[float, ...]) -> Tensor:
     return torch.tensor(values, dtype=torch.float32).view(-1, 1, 1)
 
 
-def _teacher(config: ObjectiveConfig) -> tuple[str, str | None]:
-    """The teacher for `open_model`: its path or name, and the timm model of a weight file."""
-    name = re.sub("^(local-dir|hf[-_]hub):", "", str(config.teacher))  # timm's prefixes
-    if config.teacher_weights is not None:
-        return config.teacher_weights, PREFIX + name
-    return name if "/" in name or Path(name).exists() else PREFIX + name, None
-
-
 def check_teacher(config: ObjectiveConfig) -> None:
     """Check that the teacher exists, without loading it."""
     if config.teacher is None:
         return
-    place, variant = _teacher(config)
-    what = "objective.teacher" + (", the timm model of teacher_weights" if variant else "")
-    with wrap_errors(what, FileNotFoundError), prefix_errors(what):
-        detect_kind(place, config.teacher_entry)
-        if (model := variant or place).startswith(PREFIX):
-            named(model, {})
+    if config.teacher_weights is not None and not Path(config.teacher_weights).is_file():
+        raise UserError(f"objective.teacher_weights: there is no file {config.teacher_weights}")
+    if timm.is_model(config.teacher.partition(".")[0]):
+        return
+    if config.teacher_weights is not None:
+        raise UserError(
+            f"objective.teacher_weights are for a timm model, and objective.teacher is "
+            f"{config.teacher}; give one of them"
+        )
+    if Path(config.teacher).exists():
+        return
+    # timm's prefixes for a Hub repository or a folder.
+    source, _, place = config.teacher.partition(":")
+    if source in ("hf-hub", "hf_hub") or (source == "local-dir" and Path(place).is_dir()):
+        return
+    if "/" in config.teacher:
+        raise UserError(f"objective.teacher: there is no run folder {config.teacher}")
+    raise unknown("teacher", config.teacher, timm.list_models())
 
 
 def load_teacher(
@@ -195,8 +197,19 @@ def load_teacher(
     Raises:
         UserError: if the teacher does not exist, or lacks classes of the student.
     """
-    opened = open_model(*_teacher(config), config.teacher_entry)
-    model, own, names = opened.module(), opened.preprocessing, joinable(opened.classes)
+    assert config.teacher is not None
+    model: nn.Module
+    names: tuple[str, ...] | None = None
+    place, variant = config.teacher, None
+    if config.teacher_weights is not None:
+        place, variant = config.teacher_weights, PREFIX + config.teacher
+    if Path(place).exists():
+        opened = open_model(place, variant, config.teacher_entry)
+        model, own, names = opened.module(), opened.preprocessing, joinable(opened.classes)
+    else:
+        model = timm.create_model(config.teacher, pretrained=True)
+        wanted = timm.data.resolve_model_data_config(model)
+        own = Preprocessing(wanted["input_size"][-2:], wanted["mean"], wanted["std"])
     if names is not None:
         if set(classes) - set(names):
             raise UserError(
@@ -204,10 +217,11 @@ def load_teacher(
                 f"{class_difference({'it': names, 'the data': classes})}; give a teacher that was"
             )
         return Teacher(model, own, student, list(map(names.index, classes))), []
-    if model.num_classes != len(classes):
+    count = getattr(model, "num_classes", len(classes))
+    if count != len(classes):
         raise UserError(
-            f"teacher '{config.teacher}' has {model.num_classes} classes, but the data has "
-            f"{len(classes)}; distillation needs a teacher for the same classes"
+            f"teacher '{config.teacher}' has {count} classes, but the data has {len(classes)}; "
+            f"distillation needs a teacher for the same classes"
         )
     note = f"the teacher has no class names: outputs are matched by order, {numbered(classes)}"
     return Teacher(model, own, student), [note]
