@@ -79,10 +79,7 @@ def load_weights(
             changes += adapt(state, checkpoint.config, target, fresh)
         check_keys(state, fresh, NATIVE.title)
         if checkpoint.described:
-            differing = signature_diff(checkpoint.config, target)
-            if checkpoint.config.num_classes != target.num_classes:
-                differing.pop("global_pool", None)  # the classifier that reads it is new
-            for name, (theirs, ours) in differing.items():
+            for name, (theirs, ours) in signature_diff(checkpoint.config, target).items():
                 raise UserError(
                     f"these weights need {name}={theirs!r}, but the model has {name}={ours!r}; "
                     "create it with the weights' value"

@@ -153,7 +153,8 @@ def _from_weights(
             _log.warning(f"{description} is ignored: it is not of locality, timm or transformers")
     state, metadata = read_state(path, entry)
     if own or FORMAT in metadata:
-        check_no_entry(path, entry)
+        if not own or path.name == WEIGHTS:
+            check_no_entry(path, entry)
         state = {name.removeprefix(f"{WRAPPER}."): tensor for name, tensor in state.items()}
         damage = wrap_errors("its description is damaged", TypeError)
         with prefix_errors(description if own else path), damage:

@@ -251,18 +251,24 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
 
     remaining = left(cost)
     passes, beside = cost.passes(remaining), budget - remaining
-    config, seconds = fit(name, changes, cost, remaining)
-    run, threads = ResolvedRun(config, splits), config.engine.threads
     enough = SLACK * (cost.enough(MIN_EPOCHS) + beside) / 60
-    short = _too_short(run, passes, minutes, enough) if passes < MIN_EPOCHS else ""
+    unfitted = ResolvedRun(recipe(name, changes), splits)
+    short = _too_short(unfitted, passes, minutes, enough) if passes < MIN_EPOCHS else ""
     if passes < 1:
         raise UserError(short)
+    config, seconds = fit(name, changes, cost, remaining)
+    run, threads = ResolvedRun(config, splits), config.engine.threads
+    first = (
+        f" ({1000 * cost.decoding:.3g} ms more per image the first time)"
+        if cost.decoding > cost.loading
+        else ""
+    )
     limited = f" with {threads} of {torch.get_num_threads()} threads" if threads else ""
     longest = run.plan.images >= _most_images(name, config, cost) - run.plan.batch_size
     reasons = (
         about,
         *_chosen(run, why, off),
-        f"speed   {1 / cost.training:.3g} images/s{limited}; {cost.bottleneck}",
+        f"speed   {1 / cost.training:.3g} images/s{limited}; {cost.bottleneck}{first}",
         f"time    about {format_duration(seconds + beside)} in all, with this choice, evaluations "
         "and baselines; the length is adjusted after warm-up to the speed so far",
         "keeps   the best and the last weights; the accuracy of the best of many evaluations is "

@@ -253,8 +253,9 @@ def _check_images(folder: RunFolder, run: ResolvedRun, before: str | None) -> li
             found = run.images.differences(folder.images_file) or found
     changed = f"the images of run folder {folder.path} have changed ({found})"
     if found and run.config.data.on_changed_images == "error":
+        accept = ", or accept them: data.on_changed_images resume"
         raise UserError(
-            f"{changed}; restore them, use a new folder (--output), or accept them: "
-            f"data.on_changed_images resume"
+            f"{changed}; restore them, or use a new folder (--output)"
+            f"{'' if folder.is_finished else accept}"
         )
     return [changed] if found else []
