@@ -106,7 +106,7 @@ def read_safetensors(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str
         header = opened.read(length)
     # The header is JSON with one object per tensor.
     if header.count(b"{") > _MAX_TENSORS:
-        raise _too_many(path, "tensors")
+        raise _too_many(path, f"{_MAX_TENSORS:,} tensors")
     damaged = f"{path} is damaged or truncated"
     with wrap_errors(damaged, Exception), safe_open(str(path), framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -178,8 +178,8 @@ def _unsafe_global(path: Path | str, name: str) -> UserError:
     )
 
 
-def _too_many(path: Path | str, what: str) -> UserError:
-    return UserError(f"{path} was refused: it has more {what} than any model's weights need")
+def _too_many(path: Path | str, most: str) -> UserError:
+    return UserError(f"{path} was refused: it has more than {most}, which no model's weights need")
 
 
 def _scan_pickle(file: IO[bytes], path: Path | str) -> None:
@@ -209,9 +209,10 @@ def _scan_pickle(file: IO[bytes], path: Path | str) -> None:
                 raise _unsafe_global(path, str(argument).replace(" ", "."))
             machine.step(code, argument)
             if count >= _MAX_OPCODES or tuples > _MAX_TUPLES or machine.hashed > _MAX_HASHED:
-                raise _too_many(path, "operations or keys that are not text")
+                most = f"{_MAX_OPCODES:,} operations or {_MAX_HASHED:,} keys that are not text"
+                raise _too_many(path, most)
     if stream.tell() == _MAX_PICKLE_BYTES:
-        raise _too_many(path, "bytes besides its tensors")
+        raise _too_many(path, f"{_MAX_PICKLE_BYTES:,} bytes besides its tensors")
 
 
 class _Machine:
