@@ -180,9 +180,14 @@ def parse(text: str, hint: Any, name: str) -> Any:
     """
     if hint in (str, str | None):
         return None if hint is not str and text == "null" else text
-    if typing.get_origin(hint) is tuple and not text.startswith("["):
+    is_list = typing.get_origin(hint) is tuple or ("," in text and _accepts_list(hint))
+    if is_list and not text.startswith("["):
         text = f"[{text}]"
     return typed(name, parse_yaml(text, name), hint)
+
+
+def _accepts_list(hint: Any) -> bool:
+    return typing.get_origin(hint) is tuple or any(map(_accepts_list, typing.get_args(hint)))
 
 
 def unknown_setting(name: str, known: Mapping[str, Setting], kind: str = "setting") -> UserError:

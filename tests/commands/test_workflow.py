@@ -184,6 +184,8 @@ def test_the_demo_ends_in_a_report(tmp_path, capsys):
         ("finetune_384 --model cvt_21", recipe("finetune_384", {"model.name": "cvt_21"})),
         ("finetune_384 --model cvt_w24 --model.weights w/x",
          recipe("finetune_384", {"model.name": "cvt_w24", "model.weights": "w/x"})),
+        ("digits --data.fold 0,2 --model.img_size 8,16",
+         recipe("digits", {"data.fold": (0, 2), "model.img_size": (8, 16)})),
     ],
 )  # fmt: skip
 def test_a_recipe_follows_the_model_and_data_it_is_given(words, expected):
