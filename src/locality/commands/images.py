@@ -166,18 +166,23 @@ def evaluate(arguments: Sequence[str]) -> None:
     # Options override the run's data settings, unless they name another dataset.
     if given.get("data.dataset", config.data.dataset) != config.data.dataset:
         config = dataclasses.replace(config, data=DataConfig())
-    own, root = config.data.root, given.get("data.root")
-    other = root is not None and not (
-        own and (same_path(own, root) or _moved(model.what, config, root))
-    )
+    own, root, splits = config.data.root, given.get("data.root"), None
+    other = root is not None and not (own and same_path(own, root))
+    if root is not None and other and own:
+        splits = _moved(model.what, config, root)
+        other = splits is None
     if other:  # the run's splits do not apply to other images
         config = replace(config, _WHOLE)
     chosen = replace(config, given).data
     check_root(chosen)
 
     opened = model.open()
+    if given.keys() - {"data.root", "data.dataset"}:
+        splits = None  # overridden
     whole = other and not given.keys() & {"data.val_part", "data.val_fraction", "data.fold"}
-    splits = training.open_for(opened, chosen, config.seed, whole, recorded=not other)
+    splits = training.open_for(
+        opened, chosen, config.seed, whole, recorded=not other, splits=splits
+    )
     seen: list[tuple[int, int, Tensor]] = []
     collector = training.PredictionCollector(len(splits.val))
 
@@ -212,14 +217,14 @@ def evaluate(arguments: Sequence[str]) -> None:
     print("\n".join(_by_class(collector.predictions(splits.val, classes))))
 
 
-def _moved(run: str, config: RunConfig, root: str) -> bool:
-    """Whether the images in `root` are the run's images moved there."""
+def _moved(run: str, config: RunConfig, root: str) -> data.DataSplits | None:
+    """The images in `root`, if they are the run's images moved there."""
     folder, moved = training.RunFolder(run), dataclasses.replace(config.data, root=root)
     with contextlib.suppress(UserError):
         splits = data.open_data(moved, config.seed, folder.recorded_classes())
-        found = ImageFingerprint.of(splits).fingerprint
-        return found == (folder.read_result() or {}).get("images")
-    return False
+        if ImageFingerprint.of(splits).fingerprint == (folder.read_result() or {}).get("images"):
+            return splits
+    return None
 
 
 def _by_class(predictions: Predictions) -> list[str]:

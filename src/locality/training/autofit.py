@@ -251,9 +251,10 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
 
     remaining = left(cost)
     passes, beside = cost.passes(remaining), budget - remaining
-    enough = SLACK * (cost.enough(MIN_EPOCHS) + beside) / 60
-    unfitted = ResolvedRun(recipe(name, changes), splits)
-    short = _too_short(unfitted, passes, minutes, enough) if passes < MIN_EPOCHS else ""
+    short = ""
+    if passes < MIN_EPOCHS:
+        enough = SLACK * (cost.enough(MIN_EPOCHS) + beside) / 60
+        short = _too_short(ResolvedRun(recipe(name, changes), splits), passes, minutes, enough)
     if passes < 1:
         raise UserError(short)
     config, seconds = fit(name, changes, cost, remaining)

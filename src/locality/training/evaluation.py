@@ -123,6 +123,7 @@ def open_for(
     seed: int = 0,
     whole: bool = False,
     recorded: bool = False,
+    splits: DataSplits | None = None,
 ) -> DataSplits:
     """Open the images to evaluate a model on, with classes numbered like its outputs.
 
@@ -133,12 +134,14 @@ def open_for(
         opened: the model.
         data, seed, whole: as for `open_data`.
         recorded: the data are those of the model's own run, split in its recorded class order.
+        splits: these images, if already open.
 
     Raises:
         UserError: if images have classes that the model does not have.
     """
     count, names = opened.module().num_classes, joinable(opened.classes)
-    splits = open_data(data, seed, names if recorded or names is None else (), whole)
+    if splits is None:
+        splits = open_data(data, seed, names if recorded or names is None else (), whole)
     held = {splits.classes[label] for label in np.unique(splits.val.labels)}
     numbers = [str(number) for number in range(count)]
     if names is None and set(splits.classes) == set(numbers):
