@@ -20,7 +20,7 @@ from torch.multiprocessing import ProcessExitedException
 from locality.checkpoints.run_state import DamagedCheckpoint, read_checkpoint
 from locality.data.loader import translate_killed_worker
 from locality.data.validation import verify
-from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError
+from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError, prefix_errors
 from locality.files import write_atomic
 from locality.layers.cpu import arithmetic_threads
 from locality.models import ImageClassifier
@@ -217,8 +217,8 @@ def _open_on_rank0(training: Training) -> tuple[Any, _Opened | None]:
     if checkpoint is None and folder.metrics_file.exists():
         run.notes.append(f"{folder.path} has metrics but no checkpoint: starting again")
     if checkpoint is not None:
-        # config.yaml may have been edited.
-        check_same(folder.path, from_dict(RunConfig, checkpoint["config"]), config)
+        with prefix_errors(folder.config_file):  # it may have been edited
+            check_same(folder.path, from_dict(RunConfig, checkpoint["config"]), config)
         changed = _check_images(folder, run, checkpoint["data"])
         if changed and (folder.classes() != splits.classes or checkpoint["step"] > run.plan.steps):
             raise UserError(
@@ -251,11 +251,17 @@ def _check_images(folder: RunFolder, run: ResolvedRun, before: str | None) -> li
     if folder.images_file.exists():
         with contextlib.suppress(UserError):  # a damaged table: digests decide
             found = run.images.differences(folder.images_file) or found
+    if not found:
+        return []
     changed = f"the images of run folder {folder.path} have changed ({found})"
-    if found and run.config.data.on_changed_images == "error":
-        accept = ", or accept them: data.on_changed_images resume"
+    if run.config.data.on_changed_images == "error":
+        if folder.is_finished:
+            raise UserError(
+                f"run folder {folder.path} has finished on other images ({found}); restore them, "
+                f"or use a new folder (--output)"
+            )
         raise UserError(
-            f"{changed}; restore them, or use a new folder (--output)"
-            f"{'' if folder.is_finished else accept}"
+            f"{changed}; restore them, use a new folder (--output), or accept them: "
+            f"data.on_changed_images resume"
         )
-    return [changed] if found else []
+    return [changed]
