@@ -113,7 +113,7 @@ def test_a_repository_without_a_description_takes_the_models_name(tmp_path, monk
 def test_our_description_beside_several_state_dicts(tmp_path):
     model, file = locality.create_model("deit_nano"), tmp_path / "pytorch_model.bin"
     locality.save(model, tmp_path / "saved")
-    with pytest.raises(UserError, match="'zz'"):
+    with pytest.raises(UserError, match="holds one set of weights"):
         open_model(tmp_path / "saved", entry="zz")
     (tmp_path / "saved" / "config.json").rename(tmp_path / "config.json")
     torch.save({"model": model.state_dict(), "ema": model.state_dict()}, file)

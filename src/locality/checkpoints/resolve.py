@@ -146,6 +146,8 @@ def _from_weights(
     if path.name in WEIGHT_FILES and description.exists() and not alone:
         content = read_json(description)
     own = content is not None and content.get("format") == FORMAT
+    if own and path.name == WEIGHTS:
+        check_no_entry(path, entry)
     if content is not None and not own:
         with prefix_errors(description), wrap_errors("it is damaged", Exception):
             described = read_described(path.parent, content)
@@ -153,7 +155,7 @@ def _from_weights(
             _log.warning(f"{description} is ignored: it is not of locality, timm or transformers")
     state, metadata = read_state(path, entry)
     if own or FORMAT in metadata:
-        if not own or path.name == WEIGHTS:
+        if not own:
             check_no_entry(path, entry)
         state = {name.removeprefix(f"{WRAPPER}."): tensor for name, tensor in state.items()}
         damage = wrap_errors("its description is damaged", TypeError)
