@@ -22,12 +22,7 @@ from locality.checkpoints import KEY_MAPS
 from locality.checkpoints.beside import CVT_STAGES, TIMM_NAMES
 from locality.errors import UserError, lookup, require
 from locality.machine import processor_name
-from locality.models import (
-    ConvolutionalVisionTransformer,
-    ImageClassifier,
-    ViTConfig,
-    build,
-)
+from locality.models import ConvolutionalVisionTransformer, ImageClassifier, ViTConfig, build
 from locality.models.factory import TimmModel
 from locality.training.devices import autocast, resolve_accelerator
 from locality.training.resolved_run import saved_activations

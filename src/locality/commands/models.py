@@ -110,6 +110,7 @@ def transform(arguments: Sequence[str]) -> None:
         check_new_folder(Path(options.output))
 
     import locality
+    from locality.models.initialisations import select_convolutions
 
     about: dict[str, Any] = {}
     if options.random or options.weights is not None:
@@ -121,8 +122,6 @@ def transform(arguments: Sequence[str]) -> None:
         about = {"preprocessing": opened.preprocessing, "classes": opened.classes}
     after = locality.transform(before, options.layers, options.alpha, options.gating)
     locality.save(after, options.output, **about)
-    from locality.models.initialisations import select_convolutions
-
     rows = [["before", *_costs(before).values()], ["after", *_costs(after).values()]]
     print(f"replaced by attention: {', '.join(select_convolutions(before, options.layers))}\n")
     print(table(rows, ["", "params (M)", "GMACs"]))
