@@ -106,6 +106,8 @@ def transform(arguments: Sequence[str]) -> None:
         parser.refuse("weights random", "needs a model named timm/NAME")
     elif options.weights is not None:
         parser.refuse("random", "has no effect with --weights")
+    with_weights = options.weights is None and not options.random
+    given = GivenModel(options.model, options) if with_weights else None
     if not options.overwrite:
         check_new_folder(Path(options.output))
 
@@ -113,11 +115,11 @@ def transform(arguments: Sequence[str]) -> None:
     from locality.models.initialisations import select_convolutions
 
     about: dict[str, Any] = {}
-    if options.random or options.weights is not None:
+    if given is None:
         start = {"weights": options.weights, "entry": options.entry}
         before = locality.create_model(options.model, **start).eval()
     else:
-        opened = GivenModel(options.model, options).open()
+        opened = given.open()
         before = opened.module()
         about = {"preprocessing": opened.preprocessing, "classes": opened.classes}
     after = locality.transform(before, options.layers, options.alpha, options.gating)
