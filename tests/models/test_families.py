@@ -53,7 +53,8 @@ def test_images_of_other_channels_are_refused(model):
         model(torch.zeros(1, 1, *model.img_size))
 
 
-def test_recomputing_blocks_changes_no_gradient(model):
+def test_recomputing_blocks_changes_nothing(model):
+    model = copy.deepcopy(model).train()
     copied = copy.deepcopy(model)
     copied.set_grad_checkpointing()
     for each in (model, copied):
@@ -61,6 +62,9 @@ def test_recomputing_blocks_changes_no_gradient(model):
     for (name, ours), theirs in zip(model.named_parameters(), copied.parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None), name
         torch.testing.assert_close(theirs.grad, ours.grad, msg=name)
+    # BatchNorm's statistics are updated once.
+    for (name, ours), theirs in zip(model.named_buffers(), copied.buffers(), strict=True):
+        assert torch.equal(ours, theirs), name
 
 
 def test_channels_last_and_bf16_are_near(model):

@@ -30,7 +30,10 @@ _GPU_BATCH_PIXELS = 100_000  # pixels per batch on a GPU: 127 images of 28×28
 
 
 def token_distances(
-    query_grid: Grid, key_grid: Grid | None = None, key_stride: Stride = (1, 1)
+    query_grid: Grid,
+    key_grid: Grid | None = None,
+    key_stride: Stride = (1, 1),
+    key_offset: Stride = (0, 0),
 ) -> Tensor:
     """Distances ‖δ‖ between the centres of queries and keys, in units of query tokens: (Nq, Nk).
 
@@ -39,18 +42,20 @@ def token_distances(
     Args:
         query_grid: grid of the queries.
         key_grid: grid of the keys; `query_grid` by default.
-        key_stride: stride of the convolution that made the keys. With an odd kernel width s and
-            padding (s − 1)/2, key j is centred on query stride·j.
+        key_stride, key_offset: key j is centred on query key_offset + key_stride·j. The offset of a
+            convolution with an odd kernel width s and padding (s − 1)/2 is 0.
     """
-    queries = _token_centres(query_grid, (1, 1))
-    keys = _token_centres(key_grid or query_grid, key_stride)
+    queries = _token_centres(query_grid)
+    keys = _token_centres(key_grid or query_grid, key_stride, key_offset)
     # Not torch.cdist: its matrix-product path loses half the digits.
     return (keys[None] - queries[:, None]).square().sum(dim=-1).sqrt()
 
 
-def _token_centres(grid: Grid, stride: Stride) -> Tensor:
-    axes = zip(grid, stride, strict=True)
-    rows, columns = (torch.arange(length, dtype=torch.float64) * step for length, step in axes)
+def _token_centres(grid: Grid, stride: Stride = (1, 1), offset: Stride = (0, 0)) -> Tensor:
+    axes = zip(grid, stride, offset, strict=True)
+    rows, columns = (
+        first + torch.arange(length, dtype=torch.float64) * step for length, step, first in axes
+    )
     return torch.cartesian_prod(rows, columns).view(-1, 2)
 
 
@@ -60,7 +65,8 @@ def uniform_nonlocality(layer: Record) -> float:
     keys = layer.get("key_grid") or grid
     coarser = math.ceil(grid[0] / keys[0]), math.ceil(grid[1] / keys[1])
     stride = layer.get("key_stride") or coarser
-    return float(token_distances(grid, keys, stride).mean())
+    offset = layer.get("key_offset") or (0, 0)
+    return float(token_distances(grid, keys, stride, offset).mean())
 
 
 def nonlocality_unit(layers: Sequence[Record]) -> tuple[str, Callable[[Record], float], float]:
@@ -96,6 +102,7 @@ def nonlocality(
     key_grid: Grid | None = None,
     prefix_tokens: int = 0,
     key_stride: Stride = (1, 1),
+    key_offset: Stride = (0, 0),
 ) -> Tensor:
     """Mean attention distance in token units: D_loc = (1/N) Σ_ij A_ij ‖δ_ij‖ (Eq. 8).
 
@@ -105,7 +112,7 @@ def nonlocality(
     Args:
         attention: (B, h, Nq + prefix, Nk + prefix), or (h, Nq, Nk) for positional attention, which
             does not depend on the image.
-        query_grid, key_grid, key_stride: see `token_distances`.
+        query_grid, key_grid, key_stride, key_offset: see `token_distances`.
         prefix_tokens: number of class tokens, which precede both queries and keys.
 
     Returns:
@@ -123,7 +130,7 @@ def nonlocality(
             f"{expected[1]} keys"
         )
     patches, mass = patch_attention(attention, prefix_tokens)
-    away = token_distances(query_grid, key_grid, key_stride).to(patches)
+    away = token_distances(query_grid, key_grid, key_stride, key_offset).to(patches)
     looked = (patches * away).sum(dim=-1)
     # A row that attends only to the class token gives 0/0 = nan, which nanmean skips.
     return (looked if mass is None else looked / mass).nanmean(dim=-1)
@@ -194,7 +201,7 @@ def measure_model(model: nn.Module, images: Tensor, batch_size: int | None = Non
     Returns:
         {"images": n, "layers": [one record per attention layer, in depth order]}. A layer's record
         has its `name`, `kind` ("gpsa", "psa" or "sa"), `grid`, `key_grid`, `key_stride`,
-        and
+        `key_offset` and
 
         - `nonlocality`, `entropy`: {"mean", "std"} with one number per head, over images;
             "layer_mean" and "layer_std" for the mean over heads (Eq. 8);
@@ -233,7 +240,7 @@ def _per_image(view: LayerView) -> dict[str, Tensor]:
     """Image-dependent measures of one layer, each (B, h)."""
     maps = view.maps
     prefix = maps.prefix_tokens
-    places = (maps.query_grid, maps.key_grid, prefix, maps.key_stride)
+    places = (maps.query_grid, maps.key_grid, prefix, maps.key_stride, maps.key_offset)
     values = {
         "nonlocality": nonlocality(maps.mixed, *places),
         "entropy": entropy(maps.mixed, prefix),
@@ -250,7 +257,7 @@ def _layer_record(view: LayerView) -> Record:
     focus = (None, None, None) if v_pos is None else positional_focus(v_pos)
     far = None
     if maps.position is not None:
-        places = (maps.query_grid, maps.key_grid, 0, maps.key_stride)
+        places = (maps.query_grid, maps.key_grid, 0, maps.key_stride, maps.key_offset)
         far = nonlocality(maps.position, *places)
     return {
         "name": view.name,
@@ -258,6 +265,7 @@ def _layer_record(view: LayerView) -> Record:
         "grid": list(maps.query_grid),
         "key_grid": list(maps.key_grid),
         "key_stride": list(maps.key_stride),
+        "key_offset": list(maps.key_offset),
         "heads": maps.mixed.shape[1],
         "gates": _to_json(maps.gate),
         "position_nonlocality": _to_json(far),

@@ -35,6 +35,7 @@ MISTAKES = "mistakes.npz"
 MAX_MISTAKES = 20
 TRAJECTORY = "over_training.json"
 
+_PLACES = ("name", "kind", "grid", "key_grid", "key_stride", "key_offset")
 _CURVES = {"grid": [int], "nonlocality": [float], "gates?": [[float]]}
 
 
@@ -200,7 +201,7 @@ def _to_curves(records: list[Record]) -> Record:
         "steps": [record["step"] for record in records],
         "epochs": [record["epoch"] for record in records],
         "layers": [
-            {name: layers[0][name] for name in ("name", "kind", "grid", "key_grid", "key_stride")}
+            {name: layers[0][name] for name in _PLACES}
             | {
                 "nonlocality": [layer["nonlocality"]["layer_mean"] for layer in layers],
                 "nonlocality_per_head": [layer["nonlocality"]["mean"] for layer in layers],

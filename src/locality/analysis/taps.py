@@ -36,6 +36,7 @@ from torch.overrides import TorchFunctionMode
 
 from locality.errors import UserError
 from locality.layers.attention import AttentionMaps, prefix_length
+from locality.layers.convolution import recomputing
 from locality.layers.grid import Grid
 from locality.layers.position import positional_attention
 
@@ -127,8 +128,8 @@ def capture(
         compute: Any = getattr(module, "attention_maps", None)
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if torch._C._current_graph_task_id() != -1:
-                return  # recomputation of a checkpointed block in the backward pass
+            if recomputing():
+                return
             x = kwargs["x"] if "x" in kwargs else args[0]
             with torch.no_grad():
                 if compute is None:

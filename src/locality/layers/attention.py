@@ -59,6 +59,8 @@ class AttentionMaps:
         key_stride: distance between neighbouring keys, in query tokens. CvT's keys have a coarser
             grid (CvT §3.2). If attention replaces a convolution of stride s, every s-th token is a
             query and keys are 1/s apart.
+        key_offset: from the first query to the first key, in query tokens; not 0 for windows whose
+            padding is not half their size.
     """
 
     mixed: Tensor
@@ -71,6 +73,7 @@ class AttentionMaps:
     query: Tensor
     key: Tensor
     key_stride: tuple[float, float] = (1, 1)
+    key_offset: tuple[float, float] = (0, 0)
 
 
 def prefix_length(tokens: int, grid: Grid) -> int:
@@ -302,9 +305,10 @@ class GatedPositionalSelfAttention(BasePositionalAttention):
         q = self._select_queries(q, grid) / math.sqrt(self.head_dim)
         position = positional_attention(self.v_pos, grid, self.window)
         mixed = (1 - gate) * content + gate * position
-        queries, apart = self.window.grid(grid), (1 / self.window.stride,) * 2
-        gates = gate.flatten()
-        return AttentionMaps(mixed, content, position, gates, queries, grid, 0, q, k, apart)
+        queries, gates = self.window.grid(grid), gate.flatten()
+        apart = 1 / self.window.stride
+        places = ((apart,) * 2, (-self.window.first * apart,) * 2)
+        return AttentionMaps(mixed, content, position, gates, queries, grid, 0, q, k, *places)
 
     @classmethod
     @torch.no_grad()

@@ -67,8 +67,16 @@ class ConvolutionalEmbedding(nn.Module):
         return self.norm(image_to_tokens(self.conv(image)))
 
 
+def recomputing() -> bool:
+    """Whether a checkpointed block is being recomputed in the backward pass."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
 class BatchNorm(nn.BatchNorm2d):
-    """`nn.BatchNorm2d`; raises a clear error for a single value per channel."""
+    """`nn.BatchNorm2d`; raises a clear error for a single value per channel.
+
+    Gradient checkpointing updates the running statistics once.
+    """
 
     def forward(self, image: Tensor) -> Tensor:
         """(B, C, H, W) → (B, C, H, W).
@@ -81,6 +89,9 @@ class BatchNorm(nn.BatchNorm2d):
                 "BatchNorm cannot train on a batch of 1 whose projection is a 1×1 grid; use a "
                 "larger batch or larger images"
             )
+        if self.training and recomputing():
+            mean, variance, _ = (buffer.clone() for buffer in self.buffers())
+            return F.batch_norm(image, mean, variance, self.weight, self.bias, True, eps=self.eps)
         return super().forward(image)
 
 
@@ -126,6 +137,8 @@ class Projection(nn.Module):
         self.stride = 1 if projection == "linear" else stride
         padding = kernel_size // 2 if padding is None else padding
         self.window = (kernel_size, stride, padding)
+        # The centre of the first window, in tokens.
+        self.offset = 0 if projection == "linear" else kernel_size // 2 - padding
         if projection == "conv":
             self.conv = nn.Conv2d(dim, dim, *self.window, groups=dim, bias=False)
             self.norm = BatchNorm(dim)
@@ -236,9 +249,9 @@ class ConvolutionalAttention(nn.Module):
         )
         content = (q @ k.transpose(-2, -1) * self.scale).softmax(dim=-1)
         prefix = prefix_length(x.shape[1], grid)
-        key_grid, apart = self.k.grid(grid), (self.k.stride, self.k.stride)
+        key_grid, places = self.k.grid(grid), ((self.k.stride,) * 2, (self.k.offset,) * 2)
         q = q * self.scale
-        return AttentionMaps(content, content, None, None, grid, key_grid, prefix, q, k, apart)
+        return AttentionMaps(content, content, None, None, grid, key_grid, prefix, q, k, *places)
 
     def _class_token_query(self, x: Tensor, image: Tensor) -> Tensor:
         if not self.training:

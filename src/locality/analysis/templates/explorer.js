@@ -36,7 +36,7 @@ function contentScores(head, width, query) {
 // softmax(v · (‖δ‖², δ_row, δ_column)) over the keys and their zero padding; returned without the padding.
 function positionalAttention([square, down, right], layer, cell) {
   const along = (axis, linear) => {
-    const place = layer.first + cell[axis] / layer.key_stride[axis], [before, after] = layer.padding;
+    const place = (cell[axis] - layer.key_offset[axis]) / layer.key_stride[axis], [before, after] = layer.padding;
     const scores = new Float64Array(before + layer.key_grid[axis] + after);
     for (let k = 0; k < scores.length; k++) {
       const offset = k - before - place;
@@ -113,12 +113,12 @@ function rolloutOf(model) {
 // Mean distance of a row of attention in patches, over patches only (Eq. 8).
 function distanceOf(layer, attention) {
   if (!attention || state.classToken) return null;
-  const [row, column] = cellOf(layer), [down, right] = layer.key_stride;
+  const [row, column] = cellOf(layer), [down, right] = layer.key_stride, [top, left] = layer.key_offset;
   let sum = 0, mass = 0;
   for (let k = layer.prefix; k < attention.length; k++) {
     const cell = k - layer.prefix;
-    const y = Math.floor(cell / layer.key_grid[1]) * down - row;
-    const x = (cell % layer.key_grid[1]) * right - column;
+    const y = Math.floor(cell / layer.key_grid[1]) * down + top - row;
+    const x = (cell % layer.key_grid[1]) * right + left - column;
     sum += attention[k] * Math.hypot(y, x);
     mass += attention[k];
   }
@@ -156,10 +156,11 @@ async function loadImage(image) {
 
 const cells = []; // all maps on the page
 
-// The key nearest to a position (fractions of height and width): key j of a strided grid is centred on query token stride·j.
+// The key nearest to a position (fractions of height and width): key j is centred on query token offset + stride·j.
 function keyAt(layer, ...place) {
   const [row, column] = place.map((part, axis) => {
-    const stride = layer.key_stride[axis], key = Math.floor((part * layer.grid[axis] + (stride - 1) / 2) / stride);
+    const stride = layer.key_stride[axis], offset = layer.key_offset[axis];
+    const key = Math.floor((part * layer.grid[axis] - offset + (stride - 1) / 2) / stride);
     return Math.max(0, Math.min(layer.key_grid[axis] - 1, key));
   });
   return row * layer.key_grid[1] + column;
