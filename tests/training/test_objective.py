@@ -55,6 +55,11 @@ def test_class_weights_make_every_class_count_alike(batch):
     losses = F.cross_entropy(logits, labels, reduction="none")
     by_class = torch.stack([losses[labels == label].mean() for label in range(3)])
     torch.testing.assert_close(objective.loss(logits, labels, images), by_class.mean())
+    # The loss does not depend on how a batch is divided.
+    single = [
+        objective.loss(*one) for one in zip(logits[:, None], labels[:, None], images, strict=True)
+    ]
+    torch.testing.assert_close(torch.stack(single).mean(), by_class.mean())
 
 
 def test_smoothing_spreads_its_share_over_all_classes(batch):

@@ -51,8 +51,9 @@ def test_decay_spares_biases_norms_tokens_positions_and_gates():
     assert any(name.endswith("v_pos") for name in left_alone)
 
 
-def test_a_factor_multiplies_the_rate_of_positions_and_gates_at_every_step():
-    model = build("convit_nano")
+@pytest.mark.parametrize("name", ["convit_nano", "timm/convit_tiny"])
+def test_a_factor_multiplies_the_rate_of_positions_and_gates_at_every_step(name):
+    model = build(name)
     factor = OptimConfig(lr=1e-2, position_lr_factor=10)
     schedule = ScheduleConfig(steps=100, warmup=10)
     optimizer = create_optimizer(model, factor, 64)
@@ -67,7 +68,7 @@ def test_a_factor_multiplies_the_rate_of_positions_and_gates_at_every_step():
         before = {id(p): g["lr"] for g in plain.param_groups for p in g["params"]}
         assert rate.keys() == before.keys() == {id(p) for p in model.parameters()}
         for name, parameter in model.named_parameters():
-            positional = name.endswith(("v_pos", "gating"))
+            positional = name.endswith(("v_pos", "gating", "pos_proj.weight", "gating_param"))
             expected = before[id(parameter)] * (10 if positional else 1)
             assert rate[id(parameter)] == pytest.approx(expected), name
 

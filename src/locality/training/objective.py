@@ -71,7 +71,13 @@ class Objective:
         """
         smoothing = self.config.label_smoothing if targets.ndim == 1 else 0.0
         logits = outputs.float()
-        loss = F.cross_entropy(logits, targets, self.class_weights, label_smoothing=smoothing)
+        weights = self.class_weights
+        if weights is None:
+            loss = F.cross_entropy(logits, targets, label_smoothing=smoothing)
+        else:  # torch's mean divides by the weights of the batch, however small it is
+            loss = F.cross_entropy(
+                logits, targets, weights, reduction="sum", label_smoothing=smoothing
+            ) / len(logits)
         if self.teacher is None:
             return loss
         share = self.config.teacher_share

@@ -142,8 +142,10 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
             continue
         own = name.rpartition(".")[2]
         undecayed = parameter.ndim <= 1 or name in no_decay
-        undecayed |= own == "v_pos" and not config.decay_positions
-        factor = config.position_lr_factor if own in ("v_pos", "gating") else 1.0
+        positional = own == "v_pos" or name.endswith(".pos_proj.weight")  # the latter in timm
+        undecayed |= positional and not config.decay_positions
+        gate = own in ("gating", "gating_param")
+        factor = config.position_lr_factor if positional or gate else 1.0
         factor *= config.layer_decay ** (top - layers.get(name, top))
         matrix = muon and not undecayed and is_matrix(parameter)
         groups.setdefault((factor, not undecayed, matrix), []).append(parameter)
