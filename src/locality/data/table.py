@@ -159,11 +159,13 @@ class _Table:
         columns = list(zip(*cells, strict=True))
         image, *others = columns[self.images]
         suffix = _suffix(image)
+        # A class of a one-hot table may be called 1.
+        indicators = (*_NO, *_YES) if len(others) > 1 else ()
         if not named and (
             find(image) is not None
             or suffix in IMAGE_SUFFIXES
             or (suffix and all(suffix == _suffix(other) for other in others))
-            or any(first and first in later for first, *later in columns)
+            or any(first and first in later for first, *later in columns if first not in indicators)
         ):
             self.heading = []
 
