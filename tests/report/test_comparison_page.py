@@ -107,6 +107,19 @@ def test_folds_share_images_and_their_intervals_are_wider(compared):
     assert pair.over_runs.half_width == pytest.approx(estimate(gaps, 1 / 2).half_width)
 
 
+def test_a_class_of_one_fold_alone_is_shown(make_run, tmp_path):
+    labels = np.arange(IMAGES) // 20  # class 9 is last
+    for model in ("convit_nano", "deit_nano"):
+        for fold, last in enumerate((180, IMAGES)):
+            shown = labels[:last], np.eye(10)[np.minimum(labels[:last], 8)]
+            settings = {"data.fold": (fold, 2), "data.root": "photos"}
+            folder = f"runs/{model}-{fold}"
+            make_run(model, 1.0, fold, folder, False, predictions=shown, settings=settings)
+    path, _ = build_comparison([tmp_path / "runs"], tmp_path / "comparison.html", {})
+    text = " ".join(re.sub(r"<[^>]+>", " ", path.read_text()).split())
+    assert "9 20 0.0 0.0" in text
+
+
 def test_the_learning_curves_last_step(compared):
     found = compared(fractions=(0.5, 1.0), convit_nano=180, deit_nano=150)[1]
     text = more_images_remark(found[0])

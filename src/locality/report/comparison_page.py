@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -256,11 +257,17 @@ def build_comparison(
 
 def _classes(candidates: Sequence[Candidate]) -> list[tuple[str, int, tuple[float | None, ...]]]:
     """Name, evaluated images and accuracies of each class, least accurate first."""
-    first = candidates[0].predictions[0]
+    predictions = candidates[0].predictions
+    labels = {
+        name: label
+        for one in predictions
+        for name, label in zip(one.paths, one.labels.tolist(), strict=True)
+    }
+    images = Counter(labels.values())
     accuracies = zip(*(each.per_class() for each in candidates), strict=True)
     rows = [
-        (row["name"], row["images"], parts)
-        for row, parts in zip(first.per_class(), accuracies, strict=True)
-        if row["images"]
+        (name, images[number], parts)
+        for number, (name, parts) in enumerate(zip(predictions[0].classes, accuracies, strict=True))
+        if images[number]
     ]
     return sorted(rows, key=lambda row: fmean(part or 0.0 for part in row[2]))[:_MAX_CLASSES]
