@@ -26,6 +26,8 @@ from locality.analysis.pictures import data_url, run_images
 from locality.analysis.recording import record_missing
 from locality.analysis.runs import RecordedRun, group, read_runs
 from locality.checkpoints.api import Classifier, open_model
+from locality.data.config import UPRIGHT
+from locality.data.decoding import to_rgb
 from locality.data.folder import image_files, read_image
 from locality.data.resizing import high_resolution_crop
 from locality.errors import UserError, wrap_errors
@@ -108,6 +110,7 @@ class TrainedRun:
             return [self.predict(image, top) for image in images]
         elif not isinstance(images, Image.Image):
             images = _as_picture(images)
+        images = to_rgb(images, UPRIGHT)
         (row,) = self.classifier([images])
         return Prediction(
             self.classifier.top_classes(row, top),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -326,12 +327,15 @@ def test_what_cannot_be_live_is_refused(shaken, trained, tmp_path):
     huge = build("convit_nano")
     torch.nn.init.constant_(huge.blocks[0].norm1.bias, 1e5)
     larger = Classifier.of(build("convit_nano", img_size=16))
+    preprocessing = replace(trained[0].preprocessing, crop_pct=0.5)
+    cropped = Classifier.of(build("convit_nano"), "cropped", preprocessing)
     refused = {
         "--live": [Classifier.of(build("cvt_nano"))],
         "10 MB": [Classifier.of(build("convit_mini"))],
         "classifier": [Classifier.of(build("convit_nano", num_classes=0))],
         "1 to 4 models": [],
         "16×16": [trained[0], larger],
+        "crop_pct 0.5": [trained[0], cropped],
         "half precision": [Classifier.of(huge, "huge", trained[0].preprocessing)],
     }
     for named, models in refused.items():

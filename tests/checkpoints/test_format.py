@@ -6,14 +6,17 @@ import copy
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from PIL import ExifTags, Image
 from safetensors.torch import load_file, save_file
 
 import locality.checkpoints.format as native
-from locality.checkpoints import Preprocessing, load, save
+from locality.checkpoints import Classifier, Preprocessing, load, open_model, save
 from locality.checkpoints.format import Checkpoint
+from locality.data.decoding import to_rgb
 from locality.errors import UserError
 from locality.models import VARIANTS, build
 
@@ -65,6 +68,38 @@ def through_json(config):
 def test_every_configuration_survives_json(name):
     config = VARIANTS[name].config
     assert through_json(config) == config
+
+
+def test_a_timm_model_is_saved_with_another_classifier_but_the_same_pooling(tmp_path):
+    model = build("timm/test_vit", num_classes=10).eval()
+    with pytest.raises(UserError, match="global_pool='avg'"):
+        model.reset_classifier(4, "avg")
+    model.reset_classifier(4, "token")
+    save(model, tmp_path / "saved")
+    images = torch.randn(2, 3, *model.img_size)
+    assert torch.equal(load(tmp_path / "saved").eval()(images), model(images))
+
+
+def test_another_image_size_is_also_that_of_the_preprocessing(tmp_path):
+    model = build("cvt_nano")
+    save(model, tmp_path / "saved", preprocessing=Preprocessing(8, (0.5,) * 3, (0.5,) * 3))
+    assert open_model(tmp_path / "saved", settings={"img_size": 16}).preprocessing.size == (16, 16)
+
+
+def test_pictures_are_converted_as_files_are_read(tmp_path):
+    subject = Classifier.of(build("convit_nano"))
+    clear = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
+    grey = Image.fromarray(np.full((8, 8), 30_000, np.uint16))
+    turned = Image.Exif()
+    turned[ExifTags.Base.Orientation] = 6
+    lying = np.random.default_rng(0).integers(0, 256, (8, 12, 3), np.uint8)
+    Image.fromarray(lying).save(tmp_path / "lying.png", exif=turned)
+    file = Image.open(tmp_path / "lying.png")
+    white = Image.new("RGB", (8, 8), "white")
+    expected = [white, Image.new("RGB", (8, 8), (117,) * 3), Image.fromarray(np.rot90(lying, -1))]
+    assert torch.equal(subject.prepare([clear, grey, file]), subject.prepare(expected))
+    # An image that was read from a file is not turned again.
+    assert torch.equal(subject.prepare([to_rgb(file)]), subject.prepare([Image.fromarray(lying)]))
 
 
 def test_the_card_states_what_was_measured_and_nothing_else(tmp_path):

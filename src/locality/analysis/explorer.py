@@ -24,6 +24,8 @@ from locality.analysis.measures import measure_model, nonlocality_unit, position
 from locality.analysis.pictures import DECADES, data_url, prepare_sample
 from locality.analysis.taps import LayerView, capture, eval_mode
 from locality.checkpoints import Classifier
+from locality.data.config import UPRIGHT
+from locality.data.decoding import to_rgb
 from locality.data.resizing import high_resolution_crop
 from locality.errors import UserError
 from locality.layers.grid import Window
@@ -32,7 +34,7 @@ from locality.templates import render, write_page
 
 _MAX_MODELS = 4
 _FEW_CLASSES = 12  # list all classes up to this number
-_MEASURED = ("name", "kind", "heads", "grid", "key_grid", "key_stride", "gates")
+_MEASURED = ("name", "kind", "heads", "grid", "key_grid", "key_stride", "key_offset", "gates")
 
 
 def write_explorer(
@@ -79,6 +81,7 @@ def explorer_page(
         UserError: no model, no image, or a model whose attention cannot be read.
     """
     check_count(subjects)
+    images = [to_rgb(image, UPRIGHT) for image in images]
     observed = [_observe(subject, prepare_sample(subject, images).images) for subject in subjects]
     models = [about for about, _ in observed]
     if shown is None:
@@ -192,7 +195,6 @@ def _pack(
         window = getattr(view.module, "window", Window())
         layers[view.name].update(
             padding=[window.before, window.after],
-            first=window.first,
             prefix=view.maps.prefix_tokens,
             position=None if v_pos is None else v_pos.tolist(),
             head_dim=view.maps.key.shape[-1],

@@ -18,6 +18,8 @@ from PIL import Image
 from locality.analysis.explorer import check_count, half_precision, known_labels, render_page
 from locality.analysis.pictures import prepare_sample
 from locality.checkpoints import Classifier
+from locality.data.config import UPRIGHT, Preprocessing
+from locality.data.decoding import to_rgb
 from locality.errors import UserError
 from locality.models.base import position_embedding
 from locality.models.config import ViTConfig
@@ -49,25 +51,24 @@ def live_page(
         about: HTML below the models, for a page of the documentation site; adds links to the site.
 
     Raises:
-        UserError: a model is too large or neither DeiT nor ConViT, the models' image sizes differ,
-            or `images` is empty.
+        UserError: a model is too large or neither DeiT nor ConViT, the models' preprocessing
+            differs in more than mean and std, or `images` is empty.
     """
     check_count(subjects)
     models = [_describe(subject) for subject in subjects]
-    forms = {(*model["size"], len(model["mean"])) for model, _ in models}
+    forms = {_form(subject.preprocessing) for subject in subjects}
     if len(forms) > 1:
-        listed = " and ".join("{}×{} pixels with {} channels".format(*form) for form in forms)
         raise UserError(
-            f"all models of a live page need the same image size, but these take {listed}; "
-            f"write one page per model"
+            f"all models of a live page need the same preprocessing, but these take "
+            f"{' and '.join(sorted(forms))}; write one page per model"
         )
-    ((height, width, channels),) = forms
+    preprocessing = subjects[0].preprocessing
+    (height, width), channels = preprocessing.size, len(preprocessing.mean)
     if channels == 1:  # `shown` then has three equal channels, of which the first is kept
-        images = [image.convert("L") for image in images]
+        images = [to_rgb(image, UPRIGHT).convert("L") for image in images]
     shown = prepare_sample(subjects[0], images).shown[..., :channels]
     for subject in subjects:
         subject.check_logits(subject.logits(subject.prepare(images)))
-    preprocessing = subjects[0].preprocessing
     described = [model for model, _ in models]
     page = {
         "crop_pct": preprocessing.crop_pct,
@@ -84,6 +85,16 @@ def live_page(
     blobs = {f"weights-{at}": weights for at, (_, weights) in enumerate(models)}
     blobs["images"] = np.ascontiguousarray(shown).tobytes()
     return render_page("live.html", described, blobs, page, about=Markup(about or ""))
+
+
+def _form(preprocessing: Preprocessing) -> str:
+    """The parts of a preprocessing that the page has once for all models."""
+    height, width = preprocessing.size
+    return (
+        f"{height}×{width} pixels with {len(preprocessing.mean)} channels (crop_pct "
+        f"{preprocessing.crop_pct}, crop_mode {preprocessing.crop_mode}, "
+        f"{preprocessing.interpolation})"
+    )
 
 
 def _describe(subject: Classifier) -> tuple[dict[str, Any], bytes]:

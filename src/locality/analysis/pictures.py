@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from locality.analysis.taps import LayerView, capture, eval_mode
 from locality.checkpoints import Classifier
 from locality.data import open_data
-from locality.data.config import Preprocessing
+from locality.data.config import UPRIGHT, Preprocessing
+from locality.data.decoding import to_rgb
 from locality.data.folder import short_name
 from locality.data.preprocessing import eval_transform, normalise
 from locality.data.sources import DataSplits, ImageSource
@@ -132,7 +133,7 @@ def prepare_sample(subject: Classifier, images: Sequence[Image.Image]) -> Sample
     if not images:
         raise UserError("no images given")
     transform: Any = eval_transform(subject.preprocessing)
-    pixels = [transform(image.convert("RGB")).permute(1, 2, 0).numpy() for image in images]
+    pixels = [transform(to_rgb(image, UPRIGHT)).permute(1, 2, 0).numpy() for image in images]
     return Sample(
         subject.prepare(images), np.stack(pixels), [""] * len(images), subject.classes or ()
     )

@@ -95,6 +95,8 @@ def read(
         with prefix_errors(what):
             config = found.config.with_overrides(**settings)
             found = replace(found, config=config, name=identify(config)[0])
+        if "img_size" in settings and found.preprocessing is not None:
+            found = replace(found, preprocessing=found.preprocessing.at(config.img_size))
     if variant is None:
         return found
     if type(like) is not type(found.config):

@@ -44,6 +44,7 @@ class Decoding:
 
 
 DEFAULT_DECODING = Decoding()
+UPRIGHT = Decoding(exif=True)
 
 
 @dataclass(frozen=True)

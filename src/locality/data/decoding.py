@@ -58,6 +58,7 @@ _SLOW = {"bmp_rle": "run lengths", "ppm_plain": "text"}
 _MAX_SLOW_PIXELS = 10_000_000
 # Suppresses Pillow's warnings about large images and odd metadata; both are handled here.
 _quiet = partial(warnings.catch_warnings, action="ignore")
+_DECODED = "locality: decoded"  # in `info` of images in RGB
 _FLIP = Image.Transpose
 # By EXIF orientation.
 _TURNS = {
@@ -242,11 +243,14 @@ def convert(image: Image.Image, mode: str) -> Image.Image:
 def to_rgb(image: Image.Image, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
     """Convert a decoded image to RGB and, if enabled, apply its EXIF orientation.
 
-    For 16-bit grey, `info["bits"]` of the result is (bits used, bits available).
+    For 16-bit grey, `info["bits"]` of the result is (bits used, bits available). A result is marked
+    in `info`, so converting it again does not turn it again.
 
     Raises:
         BadImage: the image is 32-bit grey or signed 8-bit grey, or has a damaged palette.
     """
+    if image.info.get(_DECODED):
+        return convert(image, "RGB")
     with _as_bad_image():
         turn = _TURNS.get(_orientation(image)) if decoding.exif else None
         # Only TIFF has these tags.
@@ -266,7 +270,9 @@ def to_rgb(image: Image.Image, decoding: Decoding = DEFAULT_DECODING) -> Image.I
             white.paste(image, mask=image)
             image = white
         image = convert(image, "RGB")
-        return image if turn is None else image.transpose(turn)
+        image = image if turn is None else image.transpose(turn)
+        image.info[_DECODED] = True
+        return image
 
 
 def _orientation(image: Image.Image) -> Any:

@@ -192,7 +192,17 @@ class TimmModel(ImageClassifier):
         return self.model.get_classifier()
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        self.model.reset_classifier(num_classes, global_pool)
+        """As in timm, which may build other layers for another pooling: it is set when building.
+
+        Raises:
+            UserError: for another pooling than the model's.
+        """
+        if global_pool not in (None, getattr(self.model, "global_pool", None)):
+            raise UserError(
+                f"the pooling of {PREFIX}{self.config.name} cannot be reset; build it with "
+                f"global_pool={global_pool!r}"
+            )
+        self.model.reset_classifier(num_classes)
         self.num_classes = num_classes
         self.config = dataclasses.replace(self.config, num_classes=num_classes)
 
