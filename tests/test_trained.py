@@ -81,9 +81,12 @@ def test_files_are_decoded_as_the_run_was(images, tmp_path, capsys):
     found, turned = run.predict(tmp_path / "held.png"), picture.rotate(180)
     assert run.predict(Image.open(tmp_path / "held.png")).classes == found.classes
     assert found.classes == run.predict(turned).classes != run.predict(picture).classes
-    words = ["predict", str(tmp_path / "held.png"), "--model", str(run.folder), "--json"]
-    assert main(words) == 0
-    assert json.loads(capsys.readouterr().out)[0]["classes"] == pytest.approx(found.classes)
+    assert not main(["convert", str(run.folder), str(tmp_path / "saved")])
+    for model in (run.folder, tmp_path / "saved"):
+        capsys.readouterr()
+        words = ["predict", str(tmp_path / "held.png"), "--model", str(model), "--json"]
+        assert main(words) == 0
+        assert json.loads(capsys.readouterr().out)[0]["classes"] == pytest.approx(found.classes)
 
 
 def test_it_answers_as_the_commands_do(images, run, capsys):

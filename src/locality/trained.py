@@ -26,7 +26,6 @@ from locality.analysis.pictures import data_url, run_images
 from locality.analysis.recording import record_missing
 from locality.analysis.runs import RecordedRun, group, read_runs
 from locality.checkpoints.api import Classifier, open_model
-from locality.data.config import UPRIGHT
 from locality.data.decoding import to_rgb
 from locality.data.folder import image_files, read_image
 from locality.data.resizing import high_resolution_crop
@@ -101,16 +100,17 @@ class TrainedRun:
             OSError, UserError: if an image cannot be read.
         """
         checks.integer("top", top, 1)
+        decoding = self.classifier.preprocessing.decoding
         if isinstance(images, (str, Path)):
             files = list(image_files([str(images)]))
             if len(files) != 1 or Path(images).is_dir():
                 return self.predict(files, top)
-            images = read_image(files[0], RunFolder(self.folder).read_config().data.decoding)
+            images = read_image(files[0], decoding)
         elif isinstance(images, Sequence) or getattr(images, "ndim", 0) == 4:
             return [self.predict(image, top) for image in images]
         elif not isinstance(images, Image.Image):
             images = _as_picture(images)
-        images = to_rgb(images, UPRIGHT)
+        images = to_rgb(images, decoding)
         (row,) = self.classifier([images])
         return Prediction(
             self.classifier.top_classes(row, top),

@@ -87,9 +87,12 @@ def test_another_image_size_is_also_that_of_the_preprocessing(tmp_path):
 
 
 def test_pictures_are_converted_as_files_are_read(tmp_path):
-    subject = Classifier.of(build("convit_nano"))
+    own = Preprocessing(8, (0.5,) * 3, (0.5,) * 3, exif=True, grey_bits=15)
+    save(build("convit_nano"), tmp_path / "saved", preprocessing=own)
+    subject = open_model(tmp_path / "saved")
+    assert subject.preprocessing == own
     clear = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
-    grey = Image.fromarray(np.full((8, 8), 30_000, np.uint16))
+    grey = Image.fromarray(np.full((8, 8), 15_000, np.uint16))
     turned = Image.Exif()
     turned[ExifTags.Base.Orientation] = 6
     lying = np.random.default_rng(0).integers(0, 256, (8, 12, 3), np.uint8)

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from locality import checks
-from locality.data import DataSplits, Preprocessing, eval_loader, open_data
+from locality.data import DataSplits, eval_loader, open_data
+from locality.data.config import InputConfig
 from locality.data.sources import ImageSource
 from locality.errors import UserError
 from locality.files import read_shaped
@@ -39,7 +40,7 @@ _BATCH = 512
 
 
 def pixel_baselines(
-    splits: DataSplits, preprocessing: Preprocessing, workers: int = 0
+    splits: DataSplits, preprocessing: InputConfig, workers: int = 0
 ) -> dict[str, Any]:
     """Chance, nearest neighbour and logistic regression on the images of a run.
 
@@ -70,7 +71,7 @@ def pixel_baselines(
 
 
 def split_pixels(
-    splits: DataSplits, preprocessing: Preprocessing, workers: int = 0
+    splits: DataSplits, preprocessing: InputConfig, workers: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Pixels (n, d), 0 … 1, and classes (n,) of the training and the validation images.
 
@@ -91,7 +92,7 @@ def split_pixels(
 
 def baseline_inputs(
     config: RunConfig, classes: Sequence[str] = ()
-) -> tuple[DataSplits, Preprocessing, int]:
+) -> tuple[DataSplits, InputConfig, int]:
     """The arguments of `pixel_baselines` for a run.
 
     Args:
@@ -105,7 +106,7 @@ def baseline_inputs(
     return splits, _preprocessing(config), config.data.workers
 
 
-def _preprocessing(config: RunConfig) -> Preprocessing:
+def _preprocessing(config: RunConfig) -> InputConfig:
     return config.input.at(meta_model(config, num_classes=1).img_size)
 
 
@@ -184,9 +185,7 @@ def below(what: str, top1: float, baselines: Mapping[str, float]) -> str:
     )
 
 
-def _pixels(
-    source: ImageSource, preprocessing: Preprocessing, workers: int
-) -> tuple[Tensor, Tensor]:
+def _pixels(source: ImageSource, preprocessing: InputConfig, workers: int) -> tuple[Tensor, Tensor]:
     """Images (n, 3, H, W) of 0 … 1, and their classes (n,); at most `MAX_IMAGES`."""
     if len(source) > MAX_IMAGES:
         labels = torch.from_numpy(source.labels)

@@ -24,7 +24,6 @@ from locality.analysis.measures import measure_model, nonlocality_unit, position
 from locality.analysis.pictures import DECADES, data_url, prepare_sample
 from locality.analysis.taps import LayerView, capture, eval_mode
 from locality.checkpoints import Classifier
-from locality.data.config import UPRIGHT
 from locality.data.decoding import to_rgb
 from locality.data.resizing import high_resolution_crop
 from locality.errors import UserError
@@ -81,7 +80,7 @@ def explorer_page(
         UserError: no model, no image, or a model whose attention cannot be read.
     """
     check_count(subjects)
-    images = [to_rgb(image, UPRIGHT) for image in images]
+    images = [to_rgb(image, subjects[0].preprocessing.decoding) for image in images]
     observed = [_observe(subject, prepare_sample(subject, images).images) for subject in subjects]
     models = [about for about, _ in observed]
     if shown is None:

@@ -18,7 +18,7 @@ from PIL import Image
 from locality.analysis.explorer import check_count, half_precision, known_labels, render_page
 from locality.analysis.pictures import prepare_sample
 from locality.checkpoints import Classifier
-from locality.data.config import UPRIGHT, Preprocessing
+from locality.data.config import Preprocessing
 from locality.data.decoding import to_rgb
 from locality.errors import UserError
 from locality.models.base import position_embedding
@@ -65,7 +65,7 @@ def live_page(
     preprocessing = subjects[0].preprocessing
     (height, width), channels = preprocessing.size, len(preprocessing.mean)
     if channels == 1:  # `shown` then has three equal channels, of which the first is kept
-        images = [to_rgb(image, UPRIGHT).convert("L") for image in images]
+        images = [to_rgb(image, preprocessing.decoding).convert("L") for image in images]
     shown = prepare_sample(subjects[0], images).shown[..., :channels]
     for subject in subjects:
         subject.check_logits(subject.logits(subject.prepare(images)))

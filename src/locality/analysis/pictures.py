@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from locality.analysis.taps import LayerView, capture, eval_mode
 from locality.checkpoints import Classifier
 from locality.data import open_data
-from locality.data.config import UPRIGHT, Preprocessing
+from locality.data.config import InputConfig
 from locality.data.decoding import to_rgb
 from locality.data.folder import short_name
 from locality.data.preprocessing import eval_transform, normalise
@@ -75,7 +75,7 @@ def round_robin_indices(labels: npt.NDArray[np.int64], count: int) -> npt.NDArra
 
 
 def sample(
-    source: ImageSource, preprocessing: Preprocessing, count: int, classes: Sequence[str] = ()
+    source: ImageSource, preprocessing: InputConfig, count: int, classes: Sequence[str] = ()
 ) -> Sample:
     """`count` images of a source, preprocessed for evaluation, evenly spread over its classes.
 
@@ -89,7 +89,7 @@ def sample(
 
 def sample_at(
     source: ImageSource,
-    preprocessing: Preprocessing,
+    preprocessing: InputConfig,
     indices: npt.NDArray[np.int64],
     classes: Sequence[str] = (),
 ) -> Sample:
@@ -133,7 +133,8 @@ def prepare_sample(subject: Classifier, images: Sequence[Image.Image]) -> Sample
     if not images:
         raise UserError("no images given")
     transform: Any = eval_transform(subject.preprocessing)
-    pixels = [transform(to_rgb(image, UPRIGHT)).permute(1, 2, 0).numpy() for image in images]
+    images = [to_rgb(image, subject.preprocessing.decoding) for image in images]
+    pixels = [transform(image).permute(1, 2, 0).numpy() for image in images]
     return Sample(
         subject.prepare(images), np.stack(pixels), [""] * len(images), subject.classes or ()
     )

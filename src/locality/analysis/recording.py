@@ -18,7 +18,8 @@ from locality.analysis.baselines import record_baselines
 from locality.analysis.measures import Record, measure_model
 from locality.analysis.pictures import capture_pictures, sample, sample_at, save_pictures
 from locality.analysis.taps import capture
-from locality.data import DataSplits, Preprocessing, open_data
+from locality.data import DataSplits, open_data
+from locality.data.config import InputConfig
 from locality.errors import UserError, one_line
 from locality.files import read_shaped, write_atomic
 from locality.models import ImageClassifier
@@ -83,7 +84,7 @@ def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
 
 
 def _record_mistakes(
-    run: RunFolder, model: ImageClassifier, splits: DataSplits, preprocessing: Preprocessing
+    run: RunFolder, model: ImageClassifier, splits: DataSplits, preprocessing: InputConfig
 ) -> None:
     if not run.predictions_file.exists():
         collector = PredictionCollector(len(splits.val), torch.device("cpu"))

@@ -21,7 +21,7 @@ from locality.checkpoints.format import Checkpoint
 from locality.checkpoints.registry import FORMAT, WEIGHT_FILES, detect_kind, source
 from locality.checkpoints.resolve import graph_not_model, read
 from locality.checkpoints.trial import INPUT, OUTPUT, check_graph, session_of
-from locality.data.config import UPRIGHT, Preprocessing
+from locality.data.config import Preprocessing
 from locality.data.decoding import convert, to_rgb
 from locality.data.preprocessing import eval_transform, normalise
 from locality.errors import NonFiniteLogits, UserError, prefix_errors, require, wrap_errors
@@ -112,8 +112,7 @@ class Classifier:
     def prepare(self, images: Iterable[Image.Image]) -> Tensor:
         """PIL images → (B, C, H, W), resized and normalised, on the model's device.
 
-        They are converted as files are read: transparency becomes white, 16-bit grey is scaled. An
-        opened file is turned by its EXIF orientation.
+        They are converted as files are read: transparency becomes white, 16-bit grey is scaled.
         If `images` is lazy, one decoded image is in memory at a time.
 
         Raises:
@@ -125,7 +124,7 @@ class Classifier:
         transform = eval_transform(self.preprocessing)
 
         def prepared(image: Image.Image) -> Tensor:
-            return transform(convert(to_rgb(image, UPRIGHT), MODES[channels]))
+            return transform(convert(to_rgb(image, self.preprocessing.decoding), MODES[channels]))
 
         # A loop variable would keep each image alive while the next one is decoded.
         if not (pixels := list(map(prepared, images))):

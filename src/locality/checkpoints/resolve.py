@@ -117,7 +117,7 @@ def _from_run(folder: Path) -> Checkpoint:
 
     Uses the averaged weights if the run has them, since those are evaluated.
     """
-    wanted = {"model": {"name": str, "overrides?": dict}, "input?": dict}
+    wanted = {"model": {"name": str, "overrides?": dict}, "input?": dict, "data": dict}
     state, content = load_best_state(folder), read_run_settings(folder, wanted)
     classes, result = read_class_names(folder), read_result(folder)
     with prefix_errors(f"run folder {folder}"):
@@ -126,7 +126,9 @@ def _from_run(folder: Path) -> Checkpoint:
         for other in ("weights", "entry"):
             fields.pop(other, None)
         config = named(name, fields | {"num_classes": len(classes)})
-        given = (content.get("input") or {}) | {"img_size": config.img_size}
+        given, data = content.get("input") or {}, content["data"]
+        given |= {"img_size": config.img_size}
+        given |= {name: data[name] for name in ("exif", "grey_bits") if name in data}
         preprocessing = from_dict(Preprocessing, given, "input")
     weights = state["model"] if state["ema"] is None else state["ema"]
     return Checkpoint(config, weights, name, preprocessing, tuple(classes), figures=result)

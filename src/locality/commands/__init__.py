@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locality.checkpoints.registry import detect_kind, missing
+from locality.data.config import DataConfig
 from locality.data.table import has_table
 from locality.errors import UserError
 from locality.training.config import RunConfig, read_config
@@ -25,7 +26,7 @@ MODEL = "run folder, weights of any format, public name, hub repository or ONNX 
 
 
 class GivenModel:
-    """A model given to a command, checked to exist; only `open` imports torch.
+    """A model given to a command, checked to exist; only `opened` imports torch.
 
     Args:
         what: its path or name.
@@ -42,11 +43,15 @@ class GivenModel:
 
     @cached_property
     def config(self) -> RunConfig:
-        """The run's configuration; the defaults for other models."""
-        return read_config(Path(self.what)) if self.kind == "run" else RunConfig()
+        """The run's configuration; for other models the defaults, and how images are decoded."""
+        if self.kind == "run":
+            return read_config(Path(self.what))
+        wanted = self.opened.preprocessing
+        return RunConfig(data=DataConfig(exif=wanted.exif, grey_bits=wanted.grey_bits))
 
-    def open(self) -> Classifier:
-        """Load the model."""
+    @cached_property
+    def opened(self) -> Classifier:
+        """The loaded model."""
         from locality.checkpoints.api import open_model
 
         given = self._options

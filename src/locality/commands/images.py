@@ -72,7 +72,7 @@ def predict(arguments: Sequence[str]) -> int:
 
     files = list(image_files(options.images))
     given = GivenModel(options.model, options)
-    classifier = given.open()
+    classifier = given.opened
     read: list[Path] = []
     bad: list[str] = []
     probabilities: list[Tensor] = []
@@ -165,7 +165,8 @@ def evaluate(arguments: Sequence[str]) -> None:
     config = model.config
     # Options override the run's data settings, unless they name another dataset.
     if given.get("data.dataset", config.data.dataset) != config.data.dataset:
-        config = dataclasses.replace(config, data=DataConfig())
+        decoding = {name: getattr(config.data, name) for name in ("exif", "grey_bits")}
+        config = dataclasses.replace(config, data=DataConfig(**decoding))
     own, root, splits = config.data.root, given.get("data.root"), None
     other = root is not None and not (own and same_path(own, root))
     if root is not None and other and own:
@@ -176,7 +177,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     chosen = replace(config, given).data
     check_root(chosen)
 
-    opened = model.open()
+    opened = model.opened
     if given.keys() - {"data.root", "data.dataset"}:
         splits = None  # overridden
     whole = other and not given.keys() & {"data.val_part", "data.val_fraction", "data.fold"}
@@ -273,7 +274,7 @@ def explore(arguments: Sequence[str]) -> None:
     from locality.analysis.explorer import write_explorer
     from locality.analysis.live import live_page
 
-    subjects = [model.open() for model in given]
+    subjects = [model.opened for model in given]
     names, labels, images = zip(*shown, strict=True)
     if options.live:
         digits = given[0].kind == "run" and given[0].config.data.dataset == "digits"
@@ -304,7 +305,7 @@ def serve(arguments: Sequence[str]) -> None:
     from locality.serve import server
 
     place = options.host, options.port, options.hosts or ()
-    server.serve(given.open(), *place, options.title or "", given.config.data.decoding)
+    server.serve(given.opened, *place, options.title or "", given.config.data.decoding)
 
 
 def figure(arguments: Sequence[str]) -> None:
@@ -355,7 +356,7 @@ def _draw(figure: NamedFigure, options: Any) -> Figure:
         images = [image for *_, image in _shown(options.sources, None, options.count)]
         return figure.draw(images, place=options.place)
     images = [image for *_, image in _shown(options.images, options.sources[0], options.count)]
-    models = [source.open() for source in options.sources]
+    models = [source.opened for source in options.sources]
     layers = None if options.layers is None else [layer - 1 for layer in options.layers]
     return figure.draw(models, images, layers=layers, heads=options.heads, place=options.place)
 

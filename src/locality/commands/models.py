@@ -119,7 +119,7 @@ def transform(arguments: Sequence[str]) -> None:
         start = {"weights": options.weights, "entry": options.entry}
         before = locality.create_model(options.model, **start).eval()
     else:
-        opened = given.open()
+        opened = given.opened
         before = opened.module()
         about = {"preprocessing": opened.preprocessing, "classes": opened.classes}
     after = locality.transform(before, options.layers, options.alpha, options.gating)
@@ -145,7 +145,7 @@ def export(arguments: Sequence[str]) -> None:
     options = parser.read(arguments)
 
     check_export_path(Path(options.output), options.format, options.overwrite)
-    opened = GivenModel(options.model, options).open()
+    opened = GivenModel(options.model, options).opened
     print(
         checkpoints.export(
             opened.module(),
@@ -183,7 +183,7 @@ def benchmark(arguments: Sequence[str]) -> None:
     check_output(options.output, _MEASURED, options.overwrite)
 
     given = {name: GivenModel(name, options) for name in options.models if name not in VARIANTS}
-    opened = {name: model.open().module() for name, model in given.items()}
+    opened = {name: model.opened.module() for name, model in given.items()}
     from locality.benchmark import run_benchmark, to_table
 
     asked = {name: value for name, value in vars(options).items() if name in _ASKED}

@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-from locality.data.config import AugmentConfig, Preprocessing
+from locality.data.config import AugmentConfig, InputConfig
 from locality.data.preprocessing import (
     Images,
     ImageTransform,
@@ -95,7 +95,7 @@ class Batches(Dataset, ABC):
     """
 
     source: ImageSource
-    preprocessing: Preprocessing
+    preprocessing: InputConfig
     batch_size: int
     rank: int
     world_size: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from msgspec import Meta
 
@@ -26,6 +26,7 @@ DATASETS: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("datase
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"]
 Part = tuple[checks.Share, checks.Share]
+GreyBits = Annotated[int, Meta(ge=8, le=16)]
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,6 @@ class Decoding:
 
 
 DEFAULT_DECODING = Decoding()
-UPRIGHT = Decoding(exif=True)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class DataConfig:
     max_bad_images: checks.Natural = setting(100, "how")
     max_pixels: Annotated[int, Meta(ge=1, le=PIXEL_LIMIT)] = PIXEL_LIMIT
     exif: bool = False
-    grey_bits: Annotated[int, Meta(ge=8, le=16)] = 16
+    grey_bits: GreyBits = 16
     real_labels: str | None = setting(None, "how")
     image_column: str | None = None
     label_column: str | None = None
@@ -165,8 +165,8 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class Preprocessing:
-    """Deterministic preprocessing, in timm's terms.
+class InputConfig:
+    """Deterministic preprocessing of decoded images, in timm's terms.
 
     Attributes:
         img_size: size of the images in pixels, a number or (height, width); None is the model's
@@ -195,18 +195,18 @@ class Preprocessing:
             )
 
     @classmethod
-    def imagenet(cls, img_size: int | tuple[int, int], in_chans: int = 3) -> Preprocessing:
+    def imagenet(cls, img_size: int | tuple[int, int], in_chans: int = 3) -> Self:
         """ImageNet's statistics, for models that state none; their mean unless `in_chans` is 3."""
         if in_chans == 3:
             return cls(img_size)
         mean, std = (sum(of) / 3 for of in (IMAGENET_MEAN, IMAGENET_STD))
         return cls(img_size, (mean,) * in_chans, (std,) * in_chans)
 
-    def at(self, img_size: int | tuple[int, int]) -> Preprocessing:
+    def at(self, img_size: int | tuple[int, int]) -> Self:
         """The same preprocessing at another image size."""
         return replace(self, img_size=img_size)
 
-    def with_default_size(self, img_size: int | tuple[int, int]) -> Preprocessing:
+    def with_default_size(self, img_size: int | tuple[int, int]) -> Self:
         """The same preprocessing, with `img_size` if it has none."""
         return self.at(img_size) if self.img_size is None else self
 
@@ -216,6 +216,23 @@ class Preprocessing:
         if self.img_size is None:
             raise UserError("the preprocessing has no image size; give img_size")
         return self.img_size if isinstance(self.img_size, tuple) else (self.img_size,) * 2
+
+
+@dataclass(frozen=True)
+class Preprocessing(InputConfig):
+    """Preprocessing of image files for a model, including how they are decoded.
+
+    Attributes:
+        exif, grey_bits: as in `DataConfig`.
+    """
+
+    exif: bool = False
+    grey_bits: GreyBits = 16
+
+    @property
+    def decoding(self) -> Decoding:
+        """How image files are decoded."""
+        return Decoding(exif=self.exif, grey_bits=self.grey_bits)
 
 
 @dataclass(frozen=True)

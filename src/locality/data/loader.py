@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from locality import checks
 from locality.data.batches import Batch, EvalBatches, LoadedBatch, OnBad, TrainBatches
-from locality.data.config import AugmentConfig, Preprocessing
+from locality.data.config import AugmentConfig, InputConfig
 from locality.data.sources import ImageSource
 from locality.errors import ProcessKilled, UserError
 
@@ -119,7 +119,7 @@ class BatchLoader:
 def train_loader(
     source: ImageSource,
     augment: AugmentConfig,
-    preprocessing: Preprocessing,
+    preprocessing: InputConfig,
     *,
     batch_size: int,
     seed: int,
@@ -170,7 +170,7 @@ def train_loader(
 
 def eval_loader(
     source: ImageSource,
-    preprocessing: Preprocessing,
+    preprocessing: InputConfig,
     *,
     batch_size: int,
     rank: int = 0,

@@ -20,7 +20,7 @@ from timm.data.random_erasing import RandomErasing
 from timm.data.transforms import MaybePILToTensor
 from torchvision import transforms
 
-from locality.data.config import AugmentConfig, Preprocessing
+from locality.data.config import AugmentConfig, InputConfig
 from locality.data.resizing import resize_and_crop
 
 # Memory of a Pillow image in RGB.
@@ -78,7 +78,7 @@ class ImageTransform:
         return F.pad(pixels, [self.pad] * 4)
 
 
-def train_transform(augment: AugmentConfig, preprocessing: Preprocessing) -> ImageTransform:
+def train_transform(augment: AugmentConfig, preprocessing: InputConfig) -> ImageTransform:
     """The random training transform; draws from the three global generators.
 
     Random erasing is separate: it follows normalisation, see `create_erasing`.
@@ -114,7 +114,7 @@ def train_transform(augment: AugmentConfig, preprocessing: Preprocessing) -> Ima
     return ImageTransform(size, prepare, pad, steps, on_tensors=not secondary.transforms)
 
 
-def eval_transform(preprocessing: Preprocessing) -> ImageTransform:
+def eval_transform(preprocessing: InputConfig) -> ImageTransform:
     """The evaluation transform: resize and crop the centre, or squash, by `crop_mode`."""
     size = preprocessing.size
     resized = tuple(math.floor(side / preprocessing.crop_pct) for side in size)
@@ -164,7 +164,7 @@ def warp(pixels: Images, maps: torch.Tensor) -> torch.Tensor:
     return F.grid_sample(images.float(), grid, align_corners=False)
 
 
-def normalise(pixels: Images, preprocessing: Preprocessing) -> torch.Tensor:
+def normalise(pixels: Images, preprocessing: InputConfig) -> torch.Tensor:
     """(B, C, H, W) of 0 … 255, or a list of images → float32, (x/255 − mean)/std by channel."""
     mean = torch.tensor(preprocessing.mean).view(-1, 1, 1)
     std = torch.tensor(preprocessing.std).view(-1, 1, 1)

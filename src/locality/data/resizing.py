@@ -9,7 +9,7 @@ import math
 
 from PIL import Image
 
-from locality.data.config import Preprocessing
+from locality.data.config import InputConfig
 from locality.data.decoding import convert
 
 # Resized whole, an image of 1 × 20,000 pixels would take gigabytes.
@@ -17,7 +17,7 @@ _MAX_ASPECT = 16
 _MAX_SHOWN = 448
 
 
-def resize_and_crop(image: Image.Image, preprocessing: Preprocessing) -> Image.Image:
+def resize_and_crop(image: Image.Image, preprocessing: InputConfig) -> Image.Image:
     """Resize an image and crop its centre, or squash it, to the preprocessing's size.
 
     An image more than 16 times as long as the crop first loses its ends, which are outside the
@@ -41,7 +41,7 @@ def resize_and_crop(image: Image.Image, preprocessing: Preprocessing) -> Image.I
     return image.crop((left, top, left + width, top + height))
 
 
-def high_resolution_crop(image: Image.Image, preprocessing: Preprocessing) -> Image.Image:
+def high_resolution_crop(image: Image.Image, preprocessing: InputConfig) -> Image.Image:
     """The crop of `resize_and_crop` in RGB at a higher resolution, up to 448 pixels a side."""
     height, width = preprocessing.size
     factor = max(1, min(_MAX_SHOWN, *image.size) // max(height, width))

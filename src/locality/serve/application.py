@@ -29,7 +29,7 @@ from starlette.requests import ClientDisconnect
 from locality import __version__
 from locality.analysis.explorer import explorer_page
 from locality.checkpoints.api import MODES, Classifier
-from locality.data.config import DEFAULT_DECODING, Decoding
+from locality.data.config import Decoding
 from locality.data.sources import BadImage
 from locality.errors import NonFiniteLogits, UserError, printable
 from locality.serve.decoding import Busy, Crops, Decoder
@@ -168,14 +168,15 @@ class ErrorResponse(BaseModel):
 
 
 def application(
-    classifier: Classifier, title: str = "", decoding: Decoding = DEFAULT_DECODING
+    classifier: Classifier, title: str = "", decoding: Decoding | None = None
 ) -> FastAPI:
     """The application: page at /, endpoints /predict and /attention, reference /openapi.json.
 
     Args:
         classifier: the model; /attention does not support ONNX graphs.
         title: the page's title; by default a question with the class names.
-        decoding: how images are decoded; EXIF orientation is always applied.
+        decoding: how images are decoded, by default as the model's; EXIF orientation is always
+            applied.
     """
     refused: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorResponse} for status in (408, 413, 422, 500, 503)
@@ -191,7 +192,7 @@ def application(
     bodies = RequestBodies()
     preprocessing = classifier.preprocessing
     mode = MODES.get(len(preprocessing.mean), "RGB")
-    decode = Decoder(preprocessing, mode, decoding)
+    decode = Decoder(preprocessing, mode, decoding or preprocessing.decoding)
     # The decoder has already cropped the images.
     looking = replace(classifier, preprocessing=replace(preprocessing, crop_pct=1.0))
     # torch already uses all cores for one image.

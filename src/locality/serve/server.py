@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from locality.checkpoints.api import Classifier
-from locality.data.config import DEFAULT_DECODING, Decoding
+from locality.data.config import Decoding
 from locality.errors import UserError
 from locality.serve.application import application, content_policy
 
@@ -148,7 +148,7 @@ def serve(
     port: int,
     hosts: Sequence[str] = (),
     title: str = "",
-    decoding: Decoding = DEFAULT_DECODING,
+    decoding: Decoding | None = None,
 ) -> NoReturn:
     """Serve until interrupted, finish open requests for up to two seconds, then end the process.
 
@@ -161,7 +161,8 @@ def serve(
         hosts: further host names of the server; "*" allows all, and lets other pages show this one
             in a frame.
         title: the page's title; by default a question with the class names.
-        decoding: how images are decoded; EXIF orientation is always applied.
+        decoding: how images are decoded, by default as the model's; EXIF orientation is always
+            applied.
 
     Raises:
         UserError: cannot listen on the address, or a host name is invalid.

@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from locality import checks, settings
 from locality.checkpoints.registry import detect_kind, is_run_folder, missing, read_run_settings
-from locality.data.config import AugmentConfig, DataConfig, Preprocessing
+from locality.data.config import AugmentConfig, DataConfig, InputConfig
 from locality.data.folder import check_root
 from locality.errors import UserError, prefix_errors, some, wrap_errors
 from locality.models.variants import PREFIX, variant
@@ -318,7 +318,7 @@ class RunConfig:
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = setting(0, "sample")
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    input: Preprocessing = field(default_factory=Preprocessing)
+    input: InputConfig = field(default_factory=InputConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

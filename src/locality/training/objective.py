@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from locality.checkpoints import open_model
 from locality.data.classes import class_difference, joinable, numbered
-from locality.data.config import AugmentConfig, Preprocessing
+from locality.data.config import AugmentConfig, InputConfig, Preprocessing
 from locality.errors import UserError, unknown
 from locality.models.variants import PREFIX
 from locality.training.config import ObjectiveConfig
@@ -132,7 +132,7 @@ class Teacher(nn.Module):
         self,
         model: nn.Module,
         own: Preprocessing,
-        student: Preprocessing,
+        student: InputConfig,
         order: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def check_teacher(config: ObjectiveConfig) -> None:
 
 
 def load_teacher(
-    config: ObjectiveConfig, student: Preprocessing, classes: Sequence[str]
+    config: ObjectiveConfig, student: InputConfig, classes: Sequence[str]
 ) -> tuple[Teacher, list[str]]:
     """The configured teacher: the model of a run folder or of weights, or a timm model.
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from locality.checks import ImageSize, typed
-from locality.data.config import AugmentConfig, DataConfig, Preprocessing
+from locality.data.config import AugmentConfig, DataConfig, InputConfig
 from locality.errors import UserError, lookup
 from locality.models.config import to_2tuple
 from locality.models.variants import PREFIX, variant
@@ -71,7 +71,7 @@ def digits(model: str = "convit_nano") -> RunConfig:
         recipe="digits",
         model=ModelConfig(model),
         data=DataConfig("digits"),
-        input=Preprocessing(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), crop_pct=1.0),
+        input=InputConfig(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), crop_pct=1.0),
         augment=AugmentConfig(
             crop="pad", pad=1, hflip=0.0, affine=5.0, mixup=0.2, random_erasing=0.25
         ),
@@ -323,7 +323,7 @@ def finetune_384(
         recipe="finetune_384",
         model=ModelConfig(model, img_size=384, weights=weights),
         data=DataConfig(dataset, workers=8),
-        input=Preprocessing(crop_pct=1.0, crop_mode="squash"),
+        input=InputConfig(crop_pct=1.0, crop_mode="squash"),
         augment=AugmentConfig(crop="resized", scale=(0.25, 1.0), hflip=0.5),
         optim=OptimConfig("sgd", lr=0.01, weight_decay=0.0, momentum=0.9, clip_grad=1.0),
         schedule=ScheduleConfig(
@@ -373,7 +373,7 @@ def photos(model: str = "convit_mini", img_size: ImageSize | None = None) -> Run
             model, img_size=img_size, overrides={} if small else {"drop_path_rate": 0.1}
         ),
         data=DataConfig("folder", exif=True),
-        input=Preprocessing(crop_pct=1.0),
+        input=InputConfig(crop_pct=1.0),
         augment=small_augment if small else _PHOTO_AUGMENT,
         optim=tuned.optim
         if small

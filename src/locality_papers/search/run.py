@@ -31,7 +31,14 @@ from locality import checks, settings
 from locality.checkpoints import save
 from locality.checkpoints.api import load
 from locality.checkpoints.format import WEIGHTS
-from locality.data import BatchLoader, DataSplits, ImageSource, eval_loader, open_data
+from locality.data import (
+    BatchLoader,
+    DataSplits,
+    ImageSource,
+    Preprocessing,
+    eval_loader,
+    open_data,
+)
 from locality.data.sampling import class_fraction
 from locality.errors import UserError
 from locality.figures import charts, style
@@ -245,14 +252,16 @@ class Search:
             **self.space.cost(number)._asdict(),
         }
         if self.writes:
-            chosen = replace(self.config.run, found | {"model.weights": None, "model.entry": None})
+            config = self.config.run
+            chosen = replace(config, found | {"model.weights": None, "model.entry": None})
             write_atomic(self.path / "chosen.yaml", settings.to_yaml(chosen))
-            save(
-                self._calibrated(number),
-                self.path / "chosen",
-                preprocessing=self.config.run.input.at(self.space.base.img_size),
-                classes=self.splits.classes,
+            prepared = Preprocessing(
+                **vars(config.input.at(self.space.base.img_size)),
+                exif=config.data.exif,
+                grey_bits=config.data.grey_bits,
             )
+            model, classes = self._calibrated(number), self.splits.classes
+            save(model, self.path / "chosen", preprocessing=prepared, classes=classes)
             write_atomic(self.path / "page.html", self._page(result))
             self.place.write_json(self.place.result_file, result)
         self.wait_for_others()
