@@ -187,6 +187,8 @@ def test_settings_that_do_not_exist_are_refused():
 
 
 def test_data_configuration_comes_from_the_model():
+    own = resolve_data_config({}, model=locality.create_model("convit_nano", img_size=16))
+    assert own["input_size"] == (3, 16, 16)
     config = resolve_data_config({}, model=timm.create_model("locality_convit_nano"))
     assert config["input_size"] == (3, 8, 8)
     with torch.device("meta"):

@@ -162,8 +162,10 @@ def _as_picture(image: Any) -> Image.Image:
     if is_float and not 0 <= image.min() <= image.max() <= 1:
         raise UserError("the tensor has values outside 0 to 1; give images without normalisation")
     wanted = "an image must be a file, PIL image, uint8 array (H, W, C) or tensor (C, H, W)"
+    if not is_float and str(getattr(image, "dtype", "uint8")).removeprefix("torch.") != "uint8":
+        raise UserError(f"{wanted}, not {image.dtype}")
     with wrap_errors(wanted, TypeError, ValueError):
-        return to_pil_image(image).convert("RGB")
+        return to_pil_image(image)
 
 
 @dataclass(frozen=True, repr=False)

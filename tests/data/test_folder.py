@@ -136,6 +136,9 @@ def test_what_systems_leave_is_passed_over(train_val, image_file, place):
     assert check(train_val, workers=1, progress=False).ignored == []
     assert len(list(image_files([str(train_val)]))) == 24
     assert len(list(image_files([str(train_val / "train" / "ant")]))) == 6
+    # Images in the folder hide none of those below it.
+    shutil.copy(next((train_val / "train" / "ant").iterdir()), train_val / "cover.png")
+    assert len(list(image_files([str(train_val)]))) == 25
 
 
 def test_files_left_out_are_counted_by_suffix(train_val, image_file, caplog):

@@ -55,6 +55,15 @@ def test_a_report_of_one_run_says_what_it_reached(make_run, tmp_path):
     assert "Top-5" not in text_of(build_report(runs, tmp_path / "r.html").read_text())
 
 
+def test_runs_on_different_images_are_refused(make_run, tmp_path):
+    runs = [
+        make_run(seed=seed, settings={"data.dataset": "folder", "data.root": name})
+        for seed, name in enumerate(("cats", "dogs"))
+    ]
+    with pytest.raises(UserError, match="cats with 10 classes.*dogs with"):
+        build_report(runs, tmp_path / "r.html")
+
+
 def test_cvt_is_a_series_of_its_own(make_run, tmp_path):
     runs = [make_run(model) for model in ("cvt_nano", "deit_nano", "convit_nano")]
     text = text_of(build_report(runs, tmp_path / "r.html").read_text())

@@ -55,7 +55,10 @@ class RecordedRun(RunFolder):
         self.config = config
         self.model: str = config["model"]["name"]
         self.family = family_of(self.model)
-        self.dataset: str = config["data"]["dataset"]
+        root, dataset = config["data"].get("root"), str(config["data"]["dataset"])
+        custom = root is not None and dataset in ("folder", "table", "arrow")
+        # For custom data the folder's name.
+        self.dataset = place_name(root) if custom else dataset
         self.fraction = float(config["data"]["fraction"])
         self.seed: int = config["seed"]
 
@@ -123,17 +126,6 @@ class RunGroup:
         return self.runs[0].family
 
     @property
-    def dataset(self) -> str:
-        return self.runs[0].dataset
-
-    @property
-    def dataset_name(self) -> str:
-        """The dataset's name; for custom data the folder's name."""
-        root = self.runs[0].config["data"].get("root")
-        custom = root is not None and self.dataset in ("folder", "table", "arrow")
-        return place_name(root) if custom else self.dataset
-
-    @property
     def fractions(self) -> list[float]:
         return sorted({run.fraction for run in self.runs})
 
@@ -166,8 +158,15 @@ def group(runs: Sequence[RecordedRun]) -> list[RunGroup]:
     """Sort runs into groups: ConViT first, then DeiT, then others in order of appearance.
 
     Raises:
-        UserError: two runs of a group have the same fraction and seed.
+        UserError: the runs are on different datasets, or two of a group have the same fraction and
+            seed.
     """
+    of = {(run.dataset, *run.classes()): run.path for run in runs if run.is_finished}
+    if len(of) > 1:
+        listed = (
+            f"{path} is on {name} with {len(rest)} classes" for (name, *rest), path in of.items()
+        )
+        raise UserError(f"give runs on the same images: {', '.join(listed)}")
     groups: dict[str, list[RecordedRun]] = {}
     seen: dict[Any, RecordedRun] = {}
     for run in runs:
@@ -270,9 +269,9 @@ class BaselinePair:
 
 
 def baseline_pairs(groups: Sequence[RunGroup]) -> Iterator[BaselinePair]:
-    """Each ConViT with its baseline DeiT (see `VARIANTS`), per data set and shared fraction."""
+    """Each ConViT with its baseline DeiT (see `VARIANTS`), per shared fraction."""
     for first, second in product(groups, repeat=2):
-        if (first.family, second.family) == ("convit", "deit") and first.dataset == second.dataset:
+        if (first.family, second.family) == ("convit", "deit"):
             one, other = VARIANTS[first.model].baseline, VARIANTS[second.model].baseline
             if one == second.model or other == first.model:
                 shared = [part for part in first.fractions if part in second.fractions]

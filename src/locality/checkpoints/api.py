@@ -17,6 +17,7 @@ from timm.models._features import FeatureGetterNet
 from torch import Tensor
 
 from locality.checkpoints.adaptation import load_weights
+from locality.checkpoints.beside import PREPROCESSING_KEYS, timm_preprocessing
 from locality.checkpoints.format import Checkpoint
 from locality.checkpoints.registry import FORMAT, WEIGHT_FILES, detect_kind, source
 from locality.checkpoints.resolve import graph_not_model, read
@@ -28,6 +29,7 @@ from locality.errors import NonFiniteLogits, UserError, prefix_errors, require, 
 from locality.files import open_file, parse_json
 from locality.models import factory
 from locality.models.base import ImageClassifier
+from locality.models.factory import TimmModel
 
 _log = logging.getLogger("locality")
 
@@ -48,6 +50,7 @@ class Classifier:
         preprocessing: preprocessing of the images.
         classes: class names in the order of the logits, or None if unknown.
         model: the PyTorch model, or None for an ONNX graph.
+        num_classes: number of outputs.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Classifier:
     preprocessing: Preprocessing
     classes: tuple[str, ...] | None = None
     model: ImageClassifier | None = None
+    num_classes: int = 0
 
     @classmethod
     def of(
@@ -73,12 +77,14 @@ class Classifier:
         """
         model = model.eval()
         preprocessing = default_preprocessing(preprocessing, model.config)
+        set_data_config(model, preprocessing)
         return cls(
             name or model.variant or type(model).__name__,
             torch.no_grad()(model),
             preprocessing,
             None if classes is None else tuple(classes),
             model,
+            model.num_classes,
         )
 
     def __call__(self, images: Iterable[Image.Image]) -> Tensor:
@@ -151,6 +157,12 @@ class Classifier:
         if self.model is None:
             raise graph_not_model(self.name)
         return self.model
+
+
+def set_data_config(model: ImageClassifier, preprocessing: Preprocessing) -> None:
+    """Give a model the attribute that timm reads in `resolve_model_data_config`."""
+    shared = {name: getattr(preprocessing, name) for name in PREPROCESSING_KEYS}
+    model.pretrained_cfg = {"input_size": (model.in_chans, *preprocessing.size), **shared}
 
 
 def default_preprocessing(given: Preprocessing | None, config: Any) -> Preprocessing:
@@ -233,7 +245,7 @@ def _open_graph(path: Path) -> Classifier:
         return found
 
     prepared = default_preprocessing(held.preprocessing, held.config)
-    return Classifier(path.name, logits, prepared, held.classes)
+    return Classifier(path.name, logits, prepared, held.classes, None, held.config.num_classes)
 
 
 def create_model(
@@ -284,6 +296,12 @@ def create_model(
     model = factory.build(row.model if row else name, img_size=img_size, **overrides)
     if weights is not None:
         load_weights(model, weights, entry)
+    known = None if row is None else row.preprocessing
+    if isinstance(model, TimmModel):
+        known = timm_preprocessing(model.config.data_config())
+    if known is not None:
+        known = known.at(model.img_size) if len(known.mean) == model.in_chans else None
+    set_data_config(model, default_preprocessing(known, model.config))
     if features_only:
         return FeatureGetterNet(model, out_indices=3 if out_indices is None else out_indices)
     if out_indices is not None:

@@ -87,9 +87,13 @@ def convert(
         else:
             with atomic_file(target) as file:
                 torch.save(state, file)
-        if unspecified := wanted.unspecified(checkpoint.config):
-            missing = format_settings(unspecified)
-            notes = f"\nthe format does not keep {missing}; readers assume a published model's"
+        unspecified = wanted.unspecified(checkpoint.config)
+        missing = [format_settings(unspecified)] if unspecified else []
+        missing += ["preprocessing"] * (checkpoint.preprocessing is not None)
+        missing += ["class names"] * (checkpoint.classes is not None)
+        if missing:
+            listed = " and ".join(missing)
+            notes = f"\nthe format does not keep {listed}; readers assume a published model's"
     elif target.suffix:
         write_file(checkpoint, target)
     else:

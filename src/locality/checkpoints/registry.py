@@ -263,6 +263,9 @@ def check_export_path(path: Path, format: str, overwrite: bool) -> None:
     """
     suffix = lookup("export format", format, EXPORT_SUFFIXES)
     if path.suffix != suffix:
-        raise UserError(f"a file of format '{format}' must end in {suffix}, not {path}")
+        others = ", ".join(f"{name} ({ending})" for name, ending in EXPORT_SUFFIXES.items())
+        raise UserError(
+            f"a file of format '{format}' must end in {suffix}, not {path}; formats: {others}"
+        )
     check_parent(path)
     check_output(path, overwrite=overwrite)

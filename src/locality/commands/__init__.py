@@ -21,7 +21,7 @@ from locality.training.config import RunConfig, read_config
 if TYPE_CHECKING:
     from locality.checkpoints.api import Classifier
 
-MODEL = "run folder, weights of any format, public name, hub repository or ONNX graph"
+MODEL = "run folder, weights of any format, public name or hub repository"
 """Help text of arguments that name a model."""
 
 

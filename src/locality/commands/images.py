@@ -53,7 +53,7 @@ def predict(arguments: Sequence[str]) -> int:
     parser = Parser("predict", predict.__doc__)
     what = "the model (unless --model), then image files, folders, patterns, or - for stdin"
     parser.add_argument("images", nargs="+", help=what)
-    parser.add_model("--model")
+    parser.add_model("--model", graph=True)
     parser.add("--top", 5, "number of classes to show")
     parser.add("--json", False, "print JSON")
     table = "write a CSV file: path, prediction, probability of each class; - prints it"
@@ -141,7 +141,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     by default. A given folder or table is evaluated on its validation split, or else on all images.
     """
     parser = Parser("eval", evaluate.__doc__)
-    parser.add_model("model")
+    parser.add_model("model", graph=True)
     parser.add_argument("images", nargs="?", help="folder of images by class, or a labels.csv")
     parser.add("--img_size", None, "side in pixels, or [height,width]", checks.ImageSize | None)
     parser.add("--batch_size", 256, "images per batch")
@@ -232,7 +232,12 @@ def _by_class(predictions: Predictions) -> list[str]:
     """Recall, precision and confusion matrix of the classes with the lowest recall."""
     rows = predictions.by_recall()
     shown = sorted(rows[:_CLASSES], key=itemgetter("number"))
-    confusion = predictions.confusion([row["number"] for row in shown]).tolist()
+    numbers = [row["number"] for row in shown]
+    # Classes without images may still be predicted.
+    columns = (
+        numbers if len(shown) < len(rows) else sorted({*numbers, *predictions.predicted.tolist()})
+    )
+    confusion = predictions.confusion(numbers, columns).tolist()
     found, counts = list[list[Any]](), list[list[Any]]()
     for row, confused in zip(shown, confusion, strict=True):
         name = f"{row['number'] + 1} {printable(row['name'])}"
@@ -247,7 +252,7 @@ def _by_class(predictions: Predictions) -> list[str]:
         f"mean recall {predictions.macro:.1f}%{left}"
         + (f"; never predicted: {some(never)}" if never else ""),
         "",
-        table(counts, ["class, predicted as", *(str(row["number"] + 1) for row in shown)]),
+        table(counts, ["class, predicted as", *(f"{number + 1}" for number in columns)]),
     ]
 
 
@@ -291,7 +296,7 @@ def serve(arguments: Sequence[str]) -> None:
     unless --host is given.
     """
     parser = Parser("serve", serve.__doc__)
-    parser.add_model("model")
+    parser.add_model("model", graph=True)
     parser.add("--host", "127.0.0.1", "address to listen on; 0.0.0.0 for all of this machine's")
     port = Annotated[int, Meta(ge=0, le=65535)]
     parser.add("--port", 8000, "port; 0 for any free one", port)

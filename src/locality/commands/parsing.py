@@ -104,9 +104,9 @@ class Parser(argparse.ArgumentParser):
                 if name not in known:
                     self._types[option] = Any  # digests use it as written
 
-    def add_model(self, name: str, **how: Any) -> None:
-        """Add an argument that names a model, and the options of `GivenModel`."""
-        self.add_argument(name, **({"help": MODEL} | how))
+    def add_model(self, name: str, graph: bool = False, **how: Any) -> None:
+        """Add an argument that names a model, or a graph, and the options of `GivenModel`."""
+        self.add_argument(name, **({"help": MODEL + ", or ONNX graph" * graph} | how))
         self.add("--variant", None, "architecture, if the weights do not record it")
         self.add("--entry", None, "state dict to load, if a file has several")
         text = "a model setting that the weights do not record: kv_stride=1"

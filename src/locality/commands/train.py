@@ -15,7 +15,7 @@ from locality.checkpoints.registry import is_run_folder, missing
 from locality.commands import images_at, say
 from locality.commands.parsing import Parser, first_word, peek
 from locality.data.folder import place_name
-from locality.errors import UserError, printable, some
+from locality.errors import UserError, printable, some, unknown
 from locality.files import check_output, read_yaml
 from locality.machine import is_main_process
 from locality.settings import Setting, flatten, replace, to_yaml
@@ -103,13 +103,13 @@ def _closing(folder: Path, result: dict[str, Any], baselines: str) -> list[str]:
     kept, last = result.get("best_step", result["steps"]), result["steps"]
     evaluated = len(predictions.labels)  # without images that cannot be read
     low, high = proportion_interval(result["top1"] / 100, evaluated)
-    worst = predictions.by_recall()[0]
+    rows = predictions.by_recall()
     lines = [
         f"top-1     {result['top1']:.1f}% of {evaluated:,} validation images "
         f"(95% interval {100 * low:.1f} to {100 * high:.1f})",
         f"beside    {baselines}, on the same pixels",
-        f"classes   {predictions.macro:.1f}% on average over {len(predictions.classes):,} classes, "
-        f"lowest {worst['recall']:.1f}% ({printable(worst['name'])})",
+        f"classes   {predictions.macro:.1f}% on average over {len(rows):,} classes, "
+        f"lowest {rows[0]['recall']:.1f}% ({printable(rows[0]['name'])})",
     ]
     if never := predictions.never:
         lines[-1] += f"; {len(never)} never predicted: {some(never)}"
@@ -212,6 +212,8 @@ def what_to_train(word: str | None, finetune: bool) -> tuple[str | None, dict[st
         raise UserError(f"finetune does not take another recipe ({word}); give images instead")
     if is_folder and not is_run_folder(word):
         say(f"using the recipe {word}; to train on the folder of that name, write ./{word}")
+    if word not in RECIPES:
+        raise unknown("recipe or folder", word, RECIPES)
     return word, {}
 
 

@@ -128,7 +128,7 @@ class Batches(Dataset, ABC):
             name, reason = self.source.describe(index), str(error)
         if self.on_bad == "error":
             raise UserError(
-                f"{name}: {reason}; repair or remove the file, or set on_bad_image to 'skip'"
+                f"{name}: {reason}; repair or remove the file, or set data.on_bad_image to skip"
             )
         skipped[name] = reason
         return None

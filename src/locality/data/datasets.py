@@ -31,6 +31,7 @@ from locality.data.folder import (
     FileSource,
     check_root,
     list_folder,
+    log_once,
     no_images_error,
     open_folder,
     open_splits,
@@ -74,6 +75,7 @@ def open_data(
     if config.part != (0.0, 1.0):
         train = train.subset(class_slice(train.labels, config.part, _PART_SEED))
         val = val and val.subset(class_slice(val.labels, config.part, _PART_SEED))
+    has_val = val is not None and config.val_part is None
     if val is None:
         whole = whole or config.fold is not None
         train, val = (train, train) if whole else _split(config, train)
@@ -82,6 +84,8 @@ def open_data(
     if config.val_part is not None:
         val = train.subset(class_slice(train.labels, config.val_part, config.split_seed))
     if config.fold is not None:
+        if has_val:
+            log_once(f"folds divide the training images; the {len(val):,} others are not used")
         number, count = config.fold
         part = number / count, (number + 1) / count
         held = class_slice(train.labels, part, config.split_seed)

@@ -302,8 +302,8 @@ def short_name(path: Path | str) -> str:
 def image_files(given: Iterable[str]) -> Iterator[Path]:
     """The image files in paths of files and folders, sorted within a folder.
 
-    A folder without images directly in it stands for those in its subfolders. A pattern
-    ("loose/*.jpg") is expanded unless a file has that name; - is standard input.
+    A folder stands for all images in it and its subfolders. A pattern ("loose/*.jpg") is expanded
+    unless a file has that name; - is standard input.
     """
     for name in given:
         path = _STDIN if name == "-" else Path(name)
@@ -313,8 +313,7 @@ def image_files(given: Iterable[str]) -> Iterator[Path]:
             yield from image_files(found)
         elif path.is_dir():
             listing = Listing(path)
-            inside = [name for name in list_entries(path).files if _is_image(name)]
-            inside = inside or list(_images(path, "", set(), listing))
+            inside = list(_images(path, "", set(), listing))
             if not inside:
                 raise UserError(f"no images in the folder {path}{left_out(listing.ignored)}")
             yield from sorted(path / name for name in inside)
@@ -369,19 +368,18 @@ def require_folder(root: Path | str | None, or_file: bool = False) -> Path:
 
 
 def no_images_error(root: Path) -> UserError:
-    files = list_entries(root).files
-    if any(map(_is_image, files)):
+    if any(map(_is_image, list_entries(root).files)):
         return UserError(
             f"'{root}' contains images; expected one folder per class (if it is one, give the "
             f"folder above it)"
         )
-    if any(name.endswith((".arrow", ".parquet")) for name in files):
+    ignored = list_folder(root).ignored
+    if any(name.endswith((".arrow", ".parquet")) for name in ignored):
         return UserError(
             f"'{root}' has Parquet or Arrow files; read them with --data.dataset arrow"
         )
-    others = left_out(list_folder(root).ignored)
     return UserError(
-        f"no images in '{root}'{others}; expected one folder per class, of .jpg, .png …"
+        f"no images in '{root}'{left_out(ignored)}; expected one folder per class, of .jpg, .png …"
     )
 
 

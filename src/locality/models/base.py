@@ -33,8 +33,10 @@ class ImageClassifier(nn.Module):
         variant: the model name it was created with, or None.
         num_features: width of the final features; also `embed_dim` and `head_hidden_size`.
         num_prefix_tokens: p of the final tokens.
+        pretrained_cfg: timm's data configuration; set by `create_model` and `load`.
     """
 
+    pretrained_cfg: dict[str, Any]
     norm: nn.Module
     head: nn.Module
     head_drop: nn.Module

@@ -230,7 +230,7 @@ def build_comparison(
         "locality.report",
         "comparison.html",
         FILTERS,
-        title=f"Which model for {groups[0].dataset_name}?",
+        title=f"Which model for {groups[0].runs[0].dataset}?",
         said=said,
         baselines=baselines,
         remarks=[

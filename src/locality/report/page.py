@@ -83,7 +83,7 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         for gate in layer["gates"] or []
     }
     several = len(runs) > 1
-    datasets = sorted({one.dataset_name for one in groups})
+    dataset = runs[0].dataset
     models = f"{len(groups)} models or settings"
     if len(groups) <= _MAX_NAMES:
         models = join_names([one.label for one in groups])
@@ -101,11 +101,11 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         if (said := one.below(part, baselines[part]))
     ]
     return {
-        "title": f"{models} on {join_names(datasets)}",
+        "title": f"{models} on {dataset}",
         "kind": "run" if not several else "experiment" if len(fractions) > 1 else "comparison",
         "one": None if several else single_run(runs[0]),
         "fractions": fractions,
-        "datasets": datasets,
+        "dataset": dataset,
         "comparisons": [(each, pair_sentence(each)) for each in comparisons],
         "besides": sorted({name for each in comparisons for name in each.other_changed_settings()}),
         "groups": groups,

@@ -82,13 +82,19 @@ def evaluate_opened(
         on_batch: as for `evaluate`.
 
     Raises:
-        UserError: if the model is an exported graph, the data has other classes, the precision or
-            accelerator is unknown, an image is damaged, or logits are not finite.
+        UserError: if the data has other classes, the precision or accelerator is unknown or not for
+            a graph, an image is damaged, or logits are not finite.
     """
     checks.one_of("precision", precision, get_args(Precision))
     checks.integer("batch_size", batch_size, 1)
     device = torch.device(devices.resolve_accelerator(accelerator))
-    model = opened.module()
+    model: nn.Module
+    if opened.model is None:
+        if precision not in ("fp32", "auto"):
+            raise UserError(f"{opened.name} is a graph, whose precision is fixed; omit {precision}")
+        model, device = _Graph(opened), torch.device("cpu")
+    else:
+        model = opened.model
     splits = open_for(opened, data, seed) if splits is None else splits
     preprocessing = opened.preprocessing
     if img_size is not None:
@@ -102,7 +108,8 @@ def evaluate_opened(
         max_bad_images=data.max_bad_images,
         pin_memory=device.type == "cuda",
     )
-    macs = count_macs(model, preprocessing.size) if precision == "auto" else 0
+    auto = precision == "auto" and opened.model is not None
+    macs = count_macs(opened.module(), preprocessing.size) if auto else 0
     chosen = devices.choose_precision(precision, device.type, macs)
 
     def checked(batch: Batch, logits: Tensor) -> None:
@@ -115,6 +122,14 @@ def evaluate_opened(
             model.to(device), loader, device, label_sets=splits.val.label_sets, on_batch=checked
         )
     return result | {"dataset": data.dataset, "skipped": dict(loader.skipped)}
+
+
+class _Graph(nn.Module):
+    """An exported graph as a module."""
+
+    def __init__(self, opened: Classifier) -> None:
+        super().__init__()
+        self.forward = opened.logits
 
 
 def open_for(
@@ -139,7 +154,7 @@ def open_for(
     Raises:
         UserError: if images have classes that the model does not have.
     """
-    count, names = opened.module().num_classes, joinable(opened.classes)
+    count, names = opened.num_classes, joinable(opened.classes)
     if splits is None:
         splits = open_data(data, seed, names if recorded or names is None else (), whole)
     held = {splits.classes[label] for label in np.unique(splits.val.labels)}
@@ -360,9 +375,10 @@ class Predictions:
         """Number of images by (label, predicted class)."""
         return Counter(zip(self.labels.tolist(), self.predicted.tolist(), strict=True))
 
-    def confusion(self, chosen: Sequence[int]) -> Numbers:
-        """The confusion matrix of the chosen classes: labels in rows, predictions in columns."""
-        return np.array([[self.pairs[label, other] for other in chosen] for label in chosen])
+    def confusion(self, labels: Sequence[int], predicted: Sequence[int] | None = None) -> Numbers:
+        """The confusion matrix: `labels` in rows, `predicted` in columns (the same by default)."""
+        columns = labels if predicted is None else predicted
+        return np.array([[self.pairs[label, other] for other in columns] for label in labels])
 
     def per_class(self) -> list[dict[str, Any]]:
         """Per class, in order: its `number` and `name`; how many `images` it has, of those are
