@@ -92,8 +92,8 @@ def convert(
         missing += ["preprocessing"] * (checkpoint.preprocessing is not None)
         missing += ["class names"] * (checkpoint.classes is not None)
         if missing:
-            listed = " and ".join(missing)
-            notes = f"\nthe format does not keep {listed}; readers assume a published model's"
+            lost = ", ".join(missing)
+            notes = f"\nthe format does not keep {lost}; readers assume a published model's"
     elif target.suffix:
         write_file(checkpoint, target)
     else:
