@@ -18,8 +18,8 @@ from torchvision.models.feature_extraction import create_feature_extractor, get_
 
 TIMMS_OWN = set(timm.list_models())
 
-import locality.timm  # noqa: E402, F401 (registers the models)
-from locality.checkpoints import KEY_MAPS, SOURCES, create_model  # noqa: E402
+import locality.timm  # noqa: E402 (registers the models)
+from locality.checkpoints import KEY_MAPS, SOURCES, Preprocessing, create_model  # noqa: E402
 from locality.errors import UserError  # noqa: E402
 from locality.models import VARIANTS, build  # noqa: E402
 
@@ -186,9 +186,16 @@ def test_settings_that_do_not_exist_are_refused():
     assert isinstance(caught.value, TypeError)  # as in timm
 
 
-def test_data_configuration_comes_from_the_model():
-    own = resolve_data_config({}, model=locality.create_model("convit_nano", img_size=16))
-    assert own["input_size"] == (3, 16, 16)
+def test_data_configuration_comes_from_the_model(tmp_path):
+    given = Preprocessing(mean=(0.1,) * 3, std=(0.2,) * 3, crop_pct=1.0)
+    locality.save(locality.create_model("convit_nano"), tmp_path, preprocessing=given)
+    own = locality.create_model("convit_nano", weights=tmp_path, img_size=16)
+    for each, size in ((own, 16), (locality.load(tmp_path), 8)):
+        config = resolve_data_config({}, model=each)
+        assert (config["input_size"], config["crop_pct"]) == ((3, size, size), 1.0)
+        assert (config["mean"], config["std"]) == (given.mean, given.std)
+    features = locality.create_model("cvt_nano", features_only=True)
+    assert resolve_data_config({}, model=features)["input_size"] == (3, 8, 8)
     config = resolve_data_config({}, model=timm.create_model("locality_convit_nano"))
     assert config["input_size"] == (3, 8, 8)
     with torch.device("meta"):

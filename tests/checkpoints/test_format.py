@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import locality.checkpoints.format as native
 from locality.checkpoints import Classifier, Preprocessing, load, open_model, save
 from locality.checkpoints.format import Checkpoint
-from locality.data.decoding import to_rgb
+from locality.data.folder import read_image
 from locality.errors import UserError
 from locality.models import VARIANTS, build
 
@@ -101,8 +101,14 @@ def test_pictures_are_converted_as_files_are_read(tmp_path):
     white = Image.new("RGB", (8, 8), "white")
     expected = [white, Image.new("RGB", (8, 8), (117,) * 3), Image.fromarray(np.rot90(lying, -1))]
     assert torch.equal(subject.prepare([clear, grey, file]), subject.prepare(expected))
+    plain = Classifier.of(build("convit_nano"))
+    plain.prepare([file])
+    assert torch.equal(subject.prepare([file]), subject.prepare([expected[2]]))  # unchanged
     # An image that was read from a file is not turned again.
-    assert torch.equal(subject.prepare([to_rgb(file)]), subject.prepare([Image.fromarray(lying)]))
+    assert torch.equal(
+        subject.prepare([read_image(tmp_path / "lying.png")]),
+        subject.prepare([Image.fromarray(lying)]),
+    )
 
 
 def test_the_card_states_what_was_measured_and_nothing_else(tmp_path):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import timm
 import torch
 from PIL import Image
 
 import locality
-from locality.checkpoints import KEY_MAPS, export, load, resolve, save
+from locality.checkpoints import KEY_MAPS, export, load, open_model, resolve, save
 from locality.cli import main
 from locality.errors import UserError
 from locality.models import build
@@ -112,6 +114,18 @@ def test_python_opens_the_same(inputs, given, graph):
             assert torch.equal(locality.load(inputs[kind])(images), model(images)), kind
     with pytest.raises(UserError, match="only be run"):
         locality.load(inputs["graph"])
+
+
+@pytest.mark.slow
+def test_a_graph_is_evaluated_as_the_model(given, tmp_path, capsys):
+    opened, results = open_model(given / "run"), []
+    about = {"preprocessing": opened.preprocessing, "classes": opened.classes}
+    graph = export(opened.module(), tmp_path / "graph.onnx", **about)
+    for model in ([str(given / "run")], [str(graph), "--data.dataset", "digits"]):
+        assert main(["eval", *model, "--json"]) == 0
+        results.append(json.loads(capsys.readouterr().out))
+    assert results[1] == results[0] | {"loss": pytest.approx(results[0]["loss"], rel=1e-4)}
+    assert main(["eval", str(graph), "--precision", "bf16-mixed"]) == 2
 
 
 def test_settings_reach_every_opener(inputs, given, capsys):

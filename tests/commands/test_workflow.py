@@ -284,6 +284,13 @@ def test_eval_shows_the_recall_and_the_precision_of_each_class(run, tmp_path, ca
         assert found == pytest.approx([len(own), *shares], abs=0.051)
 
 
+def test_eval_shows_predicted_classes_without_images(run, class_folders, tmp_path, capsys):
+    class_folders(tmp_path / "val", {"3": 40}, size=(8, 8))
+    assert main(["eval", str(run), str(tmp_path / "val")]) == 0
+    row = capsys.readouterr().out.splitlines()[-1].split()
+    assert row[:2] == ["4", "3"] and sum(map(int, row[2:])) == 40
+
+
 def test_report_says_what_it_leaves_out(run, tmp_path, capsys):
     for name in ("whole", "unfinished", "damaged"):
         shutil.copytree(run, tmp_path / "runs" / name)

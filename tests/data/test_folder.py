@@ -141,6 +141,12 @@ def test_what_systems_leave_is_passed_over(train_val, image_file, place):
     assert len(list(image_files([str(train_val)]))) == 25
 
 
+def test_folds_are_of_the_training_images(train_val, caplog):
+    splits = folder(train_val, fold=(0, 3))
+    assert (len(splits.train), len(splits.val)) == (12, 6)
+    assert "6 others are not used" in caplog.text
+
+
 def test_files_left_out_are_counted_by_suffix(train_val, image_file, caplog):
     for number in range(12):
         (train_val / "train" / "ant" / f"{number}.HEIC").write_bytes(b"heic")

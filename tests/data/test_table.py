@@ -178,6 +178,16 @@ def test_a_column_for_each_class(twelve, names, numbers, caplog):
     assert repr(names[0]) in caplog.text and repr(names[2]) in caplog.text
 
 
+@pytest.mark.parametrize("more", ["", ",{}0"])
+def test_a_first_class_1_is_no_heading(twelve, more):
+    labels = {"x0": "1", **{name: "01"[label == "dog"] for name, label in TWELVE.items()}}
+    rows = [
+        f"{name.partition('.')[0]},{label}{more.format(name)}" for name, label in labels.items()
+    ]
+    (twelve / "labels.csv").write_text("\n".join(rows))
+    assert sorted(pairs(opened(twelve, label_column="2")).values()) == sorted(labels.values())
+
+
 @pytest.mark.parametrize("table", ["split before", "split behind", "no heading", "folders"])
 def test_a_column_of_parts_splits(twelve, table, caplog):
     parts = {

@@ -49,6 +49,7 @@ def test_decay_spares_biases_norms_tokens_positions_and_gates():
         assert (name in left_alone) == (parameter.ndim <= 1 or special), name
     assert any(name.endswith("gating") for name in left_alone)
     assert any(name.endswith("v_pos") for name in left_alone)
+    assert any(name.endswith("pos_proj.weight") for name in spared("timm/convit_tiny"))
 
 
 @pytest.mark.parametrize("name", ["convit_nano", "timm/convit_tiny"])

@@ -19,7 +19,7 @@ from locality.analysis.recording import MEASURES, PICTURES
 from locality.analysis.statistics import Estimate, estimate, paired_difference
 from locality.checkpoints.registry import read_run_settings
 from locality.data.folder import place_name
-from locality.errors import UserError
+from locality.errors import UserError, some
 from locality.files import read_shaped
 from locality.models.variants import FAMILY_NAMES, VARIANTS, family_of
 from locality.settings import flatten, with_role
@@ -56,9 +56,9 @@ class RecordedRun(RunFolder):
         self.model: str = config["model"]["name"]
         self.family = family_of(self.model)
         root, dataset = config["data"].get("root"), str(config["data"]["dataset"])
-        custom = root is not None and dataset in ("folder", "table", "arrow")
+        self.custom = root is not None and dataset in ("folder", "table", "arrow")
         # For custom data the folder's name.
-        self.dataset = place_name(root) if custom else dataset
+        self.dataset = place_name(root) if self.custom else dataset
         self.fraction = float(config["data"]["fraction"])
         self.seed: int = config["seed"]
 
@@ -158,15 +158,8 @@ def group(runs: Sequence[RecordedRun]) -> list[RunGroup]:
     """Sort runs into groups: ConViT first, then DeiT, then others in order of appearance.
 
     Raises:
-        UserError: the runs are on different datasets, or two of a group have the same fraction and
-            seed.
+        UserError: two runs of a group have the same fraction and seed.
     """
-    of = {(run.dataset, *run.classes()): run.path for run in runs if run.is_finished}
-    if len(of) > 1:
-        listed = (
-            f"{path} is on {name} with {len(rest)} classes" for (name, *rest), path in of.items()
-        )
-        raise UserError(f"give runs on the same images: {', '.join(listed)}")
     groups: dict[str, list[RecordedRun]] = {}
     seen: dict[Any, RecordedRun] = {}
     for run in runs:
@@ -182,6 +175,22 @@ def group(runs: Sequence[RecordedRun]) -> list[RunGroup]:
     ordered = sorted(groups.values(), key=lambda members: order.index(members[0].family))
     firsts = [members[0] for members in ordered]
     return [RunGroup(_label(one[0], firsts), tuple(one)) for one in ordered]
+
+
+def check_same_images(runs: Iterable[RecordedRun]) -> None:
+    """Check that finished runs are on the same built-in dataset, or on images of the same classes.
+
+    Raises:
+        UserError: naming a run on each of the datasets.
+    """
+    found = {
+        ("" if run.custom else run.dataset, *run.classes()): run for run in runs if run.is_finished
+    }
+    if len(found) > 1:
+        listed = [
+            f"{run.path} is on {run.dataset} ({some(run.classes())})" for run in found.values()
+        ]
+        raise UserError(f"give runs on the same images: {', '.join(listed)}")
 
 
 def baselines_at(groups: Sequence[RunGroup], fraction: float) -> dict[str, Estimate]:

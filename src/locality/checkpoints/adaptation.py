@@ -12,10 +12,12 @@ from typing import Any
 from timm.models import adapt_input_conv
 from torch import Tensor
 
+from locality.checkpoints.beside import PREPROCESSING_KEYS
 from locality.checkpoints.format import Checkpoint
 from locality.checkpoints.key_map import NATIVE, check_config_class, check_finite, check_keys
 from locality.checkpoints.resolve import read
 from locality.data.classes import class_difference, joinable, numbered
+from locality.data.config import Preprocessing
 from locality.errors import UserError, prefix_errors
 from locality.models.base import ImageClassifier, position_embedding
 from locality.models.config import signature_diff
@@ -86,9 +88,19 @@ def load_weights(
                 )
         check_finite(state)
     model.load_state_dict(state, strict=True)
+    prepared = checkpoint.preprocessing
+    if prepared is not None and len(prepared.mean) == target.in_chans:
+        set_data_config(model, prepared.at(model.img_size))
     for change in changes:
         _log.info(change)
     return changes
+
+
+def set_data_config(model: ImageClassifier, preprocessing: Preprocessing) -> None:
+    """Set the part of `pretrained_cfg` that timm's `resolve_model_data_config` reads."""
+    shared = {name: getattr(preprocessing, name) for name in PREPROCESSING_KEYS}
+    size = {"input_size": (model.in_chans, *preprocessing.size)}
+    model.pretrained_cfg = (getattr(model, "pretrained_cfg", None) or {}) | size | shared
 
 
 def _from_convolutional_net(model: ImageClassifier, net: Checkpoint) -> Checkpoint:

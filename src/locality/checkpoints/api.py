@@ -16,8 +16,8 @@ from PIL import Image
 from timm.models._features import FeatureGetterNet
 from torch import Tensor
 
-from locality.checkpoints.adaptation import load_weights
-from locality.checkpoints.beside import PREPROCESSING_KEYS, timm_preprocessing
+from locality.checkpoints.adaptation import load_weights, set_data_config
+from locality.checkpoints.beside import timm_preprocessing
 from locality.checkpoints.format import Checkpoint
 from locality.checkpoints.registry import FORMAT, WEIGHT_FILES, detect_kind, source
 from locality.checkpoints.resolve import graph_not_model, read
@@ -25,6 +25,7 @@ from locality.checkpoints.trial import INPUT, OUTPUT, check_graph, session_of
 from locality.data.config import Preprocessing
 from locality.data.decoding import convert, to_rgb
 from locality.data.preprocessing import eval_transform, normalise
+from locality.data.sources import BadImage
 from locality.errors import NonFiniteLogits, UserError, prefix_errors, require, wrap_errors
 from locality.files import open_file, parse_json
 from locality.models import factory
@@ -122,15 +123,17 @@ class Classifier:
         If `images` is lazy, one decoded image is in memory at a time.
 
         Raises:
-            UserError: if the model takes neither 1 nor 3 channels.
+            UserError: if the model takes neither 1 nor 3 channels, or for 32-bit grey.
         """
         channels = len(self.preprocessing.mean)
         if channels not in MODES:
             raise UserError(f"{self.name} takes {channels} channels, but images have 1 or 3")
-        transform = eval_transform(self.preprocessing)
+        transform, decoding = eval_transform(self.preprocessing), self.preprocessing.decoding
 
         def prepared(image: Image.Image) -> Tensor:
-            return transform(convert(to_rgb(image, self.preprocessing.decoding), MODES[channels]))
+            with wrap_errors("an image cannot be used", BadImage):
+                image = to_rgb(image, decoding)
+            return transform(convert(image, MODES[channels]))
 
         # A loop variable would keep each image alive while the next one is decoded.
         if not (pixels := list(map(prepared, images))):
@@ -159,12 +162,6 @@ class Classifier:
         return self.model
 
 
-def set_data_config(model: ImageClassifier, preprocessing: Preprocessing) -> None:
-    """Give a model the attribute that timm reads in `resolve_model_data_config`."""
-    shared = {name: getattr(preprocessing, name) for name in PREPROCESSING_KEYS}
-    model.pretrained_cfg = {"input_size": (model.in_chans, *preprocessing.size), **shared}
-
-
 def default_preprocessing(given: Preprocessing | None, config: Any) -> Preprocessing:
     """`given`, after checking its channels; if None, ImageNet's for the model of `config`."""
     if given is None:
@@ -174,6 +171,8 @@ def default_preprocessing(given: Preprocessing | None, config: Any) -> Preproces
             f"the preprocessing has mean and std for {len(given.mean)} channels, but the model "
             f"takes {config.in_chans}"
         )
+    if not isinstance(given, Preprocessing):  # the `input` of a run's settings
+        given = Preprocessing(**vars(given))
     return given.with_default_size(config.img_size)
 
 
@@ -294,16 +293,18 @@ def create_model(
         img_size = row.preprocessing.img_size if img_size is None else img_size
         weights = row.name if pretrained else weights
     model = factory.build(row.model if row else name, img_size=img_size, **overrides)
-    if weights is not None:
-        load_weights(model, weights, entry)
     known = None if row is None else row.preprocessing
     if isinstance(model, TimmModel):
         known = timm_preprocessing(model.config.data_config())
-    if known is not None:
-        known = known.at(model.img_size) if len(known.mean) == model.in_chans else None
-    set_data_config(model, default_preprocessing(known, model.config))
+    set_data_config(model, known or Preprocessing.imagenet(model.img_size, model.in_chans))
+    if weights is not None:
+        load_weights(model, weights, entry)
     if features_only:
-        return FeatureGetterNet(model, out_indices=3 if out_indices is None else out_indices)
+        features: Any = FeatureGetterNet(
+            model, out_indices=3 if out_indices is None else out_indices
+        )
+        features.pretrained_cfg = model.pretrained_cfg
+        return features
     if out_indices is not None:
         raise UserError("out_indices selects feature maps; also give features_only=True")
     return model

@@ -90,10 +90,10 @@ def convert(
         unspecified = wanted.unspecified(checkpoint.config)
         missing = [format_settings(unspecified)] if unspecified else []
         missing += ["preprocessing"] * (checkpoint.preprocessing is not None)
-        missing += ["class names"] * (checkpoint.classes is not None)
         if missing:
-            lost = ", ".join(missing)
+            lost = " and ".join(missing)
             notes = f"\nthe format does not keep {lost}; readers assume a published model's"
+        notes += "\nthe format does not keep class names" * (checkpoint.classes is not None)
     elif target.suffix:
         write_file(checkpoint, target)
     else:

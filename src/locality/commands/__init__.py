@@ -26,7 +26,8 @@ MODEL = "run folder, weights of any format, public name or hub repository"
 
 
 class GivenModel:
-    """A model given to a command, checked to exist; only `opened` imports torch.
+    """A model given to a command, checked to exist; torch is imported by `opened`, and by
+    `config` unless it is a run.
 
     Args:
         what: its path or name.

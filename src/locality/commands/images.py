@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from operator import itemgetter
@@ -15,6 +16,7 @@ import numpy as np
 from msgspec import Meta
 
 from locality import checks, data, training
+from locality.checkpoints.registry import missing
 from locality.commands import MODEL, GivenModel, images_at, page_in, report_unreadable, say, table
 from locality.commands.parsing import Parser
 from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
@@ -162,6 +164,8 @@ def evaluate(arguments: Sequence[str]) -> None:
         if "data.root" in given:
             raise UserError(f"give either {options.images} or --data.root {given['data.root']}")
         given = images_at(Path(options.images)) | given
+    if not Path(root := given.get("data.root", ".")).exists():
+        raise missing(Path(root))
     config = model.config
     # Options override the run's data settings, unless they name another dataset.
     if given.get("data.dataset", config.data.dataset) != config.data.dataset:
@@ -234,9 +238,8 @@ def _by_class(predictions: Predictions) -> list[str]:
     shown = sorted(rows[:_CLASSES], key=itemgetter("number"))
     numbers = [row["number"] for row in shown]
     # Classes without images may still be predicted.
-    columns = (
-        numbers if len(shown) < len(rows) else sorted({*numbers, *predictions.predicted.tolist()})
-    )
+    called = Counter(predictions.predicted.tolist()) if len(shown) == len(rows) else Counter()
+    columns = sorted({*numbers, *(number for number, _ in called.most_common(_CLASSES))})
     confusion = predictions.confusion(numbers, columns).tolist()
     found, counts = list[list[Any]](), list[list[Any]]()
     for row, confused in zip(shown, confusion, strict=True):

@@ -119,7 +119,9 @@ def decode(data: bytes, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
             without a meaning in 8 bits.
     """
     with _quiet():
-        return to_rgb(load(data, decoding), decoding)
+        image = to_rgb(load(data, decoding), decoding)
+    image.info[_DECODED] = True
+    return image
 
 
 def load(data: bytes, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
@@ -243,14 +245,15 @@ def convert(image: Image.Image, mode: str) -> Image.Image:
 def to_rgb(image: Image.Image, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
     """Convert a decoded image to RGB and, if enabled, apply its EXIF orientation.
 
-    For 16-bit grey, `info["bits"]` of the result is (bits used, bits available). A result is marked
-    in `info`, so converting it again does not turn it again.
+    For 16-bit grey, `info["bits"]` of the result is (bits used, bits available). A new image is
+    marked in `info`, so that it is not turned again.
 
     Raises:
         BadImage: the image is 32-bit grey or signed 8-bit grey, or has a damaged palette.
     """
-    if image.info.get(_DECODED):
+    if image.info.get(_DECODED) and image.mode in ("L", "RGB"):
         return convert(image, "RGB")
+    given = image
     with _as_bad_image():
         turn = _TURNS.get(_orientation(image)) if decoding.exif else None
         # Only TIFF has these tags.
@@ -262,7 +265,7 @@ def to_rgb(image: Image.Image, decoding: Decoding = DEFAULT_DECODING) -> Image.I
         ):
             image = _from_16_bits(image, decoding, min(depth, 15) if signed else depth)
         elif image.mode in ("I", "F") or signed:
-            kind = f"{'signed ' if signed else ''}grey in {depth} bits"
+            kind = f"{'signed ' if signed else ''}grey in {depth if tags else 32} bits"
             raise BadImage(f"{kind} has no defined white; convert it to unsigned 8 or 16 bits")
         elif image.has_transparency_data:
             image = convert(image, "RGBA")
@@ -271,7 +274,8 @@ def to_rgb(image: Image.Image, decoding: Decoding = DEFAULT_DECODING) -> Image.I
             image = white
         image = convert(image, "RGB")
         image = image if turn is None else image.transpose(turn)
-        image.info[_DECODED] = True
+        if image is not given:
+            image.info[_DECODED] = True
         return image
 
 

@@ -159,13 +159,18 @@ class _Table:
         columns = list(zip(*cells, strict=True))
         image, *others = columns[self.images]
         suffix = _suffix(image)
-        # A class of a one-hot table may be called 1.
-        indicators = (*_NO, *_YES) if len(others) > 1 else ()
+        repeated = {first for first, *later in columns if first and first in later}
+        # Classes of a one-hot table may be called 0 and 1: another is 2, or only "file" lacks a
+        # suffix.
+        marks = {*_NO, *_YES}
+        other = any(first not in marks and {*later} <= marks for first, *later in columns)
+        if self.width > 2 and (other or (not suffix and all(map(_suffix, others)))):
+            repeated -= marks
         if not named and (
             find(image) is not None
             or suffix in IMAGE_SUFFIXES
             or (suffix and all(suffix == _suffix(other) for other in others))
-            or any(first and first in later for first, *later in columns if first not in indicators)
+            or repeated
         ):
             self.heading = []
 

@@ -197,7 +197,9 @@ class TimmModel(ImageClassifier):
         Raises:
             UserError: for another pooling than the model's.
         """
-        if global_pool not in (None, getattr(self.model, "global_pool", None)):
+        holder = self.model if hasattr(self.model, "global_pool") else self.model.head
+        own = getattr(holder, "global_pool", None)
+        if global_pool not in (None, getattr(own, "pool_type", own)):
             raise UserError(
                 f"the pooling of {PREFIX}{self.config.name} cannot be reset; build it with "
                 f"global_pool={global_pool!r}"

@@ -15,7 +15,14 @@ from statistics import fmean
 from time import perf_counter
 
 from locality.analysis.baselines import ADVICE
-from locality.analysis.runs import RecordedRun, RunGroup, baselines_at, group, read_runs
+from locality.analysis.runs import (
+    RecordedRun,
+    RunGroup,
+    baselines_at,
+    check_same_images,
+    group,
+    read_runs,
+)
 from locality.analysis.statistics import Estimate, estimate, holm, paired_difference
 from locality.errors import UserError, one_line
 from locality.figures import charts
@@ -212,9 +219,11 @@ def build_comparison(
         the page's path and its conclusion.
 
     Raises:
-        UserError: fewer than two models have finished a run on all images.
+        UserError: fewer than two models have finished a run on all images, or the images differ.
     """
-    groups = [one for one in group(read_runs(folders)) if one.at(1.0)]
+    runs = read_runs(folders)
+    check_same_images(runs)
+    groups = [one for one in group(runs) if one.at(1.0)]
     if len(groups) < 2:
         raise UserError("fewer than two models have finished a run on all images")
     folds = groups[0].runs[0].config["data"].get("fold")

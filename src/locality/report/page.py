@@ -19,6 +19,7 @@ from locality.analysis.runs import (
     RunGroup,
     baseline_pairs,
     baselines_at,
+    check_same_images,
     differing_settings,
     group,
     read_runs,
@@ -61,6 +62,7 @@ def build_report(
     """
     given = read_runs(run_folders)
     unfinished = [run for run in given if not run.is_finished]
+    check_same_images(given)
     groups = group([run for run in given if run.is_finished])
     if not groups:
         waiting = f" ({len(unfinished)} have started)" if unfinished else ""

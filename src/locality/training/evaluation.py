@@ -70,6 +70,8 @@ def evaluate_opened(
 ) -> dict[str, Any]:
     """Top-1, top-5 and loss of an opened model on a dataset, with the model's preprocessing.
 
+    How images are decoded (`exif`, `grey_bits`) is a setting of `data`.
+
     Args:
         opened: a model from `locality.checkpoints.open_model`.
         data: a dataset whose classes the model has.
@@ -77,13 +79,13 @@ def evaluate_opened(
         img_size: side of the images, or (height, width); None is the model's own.
         batch_size: images per batch.
         precision: as `engine.precision` of a run.
-        accelerator: "auto", "cpu", "cuda" or "mps".
+        accelerator: "auto", "cpu", "cuda" or "mps"; graphs run on the CPU.
         splits: the data, if already opened by `open_for`.
         on_batch: as for `evaluate`.
 
     Raises:
-        UserError: if the data has other classes, the precision or accelerator is unknown or not for
-            a graph, an image is damaged, or logits are not finite.
+        UserError: if the data has other classes, the precision or accelerator is unknown, an image
+            is damaged, logits are not finite, or a graph is given a precision.
     """
     checks.one_of("precision", precision, get_args(Precision))
     checks.integer("batch_size", batch_size, 1)

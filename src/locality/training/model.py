@@ -40,8 +40,8 @@ def settings_from_weights(weights: str, entry: str | None = None) -> dict[str, A
     }
     if found.preprocessing is not None:
         prepared = dataclasses.asdict(found.preprocessing)
-        del prepared["img_size"], prepared["exif"]  # the latter is the recipe's choice
-        settings["data.grey_bits"] = prepared.pop("grey_bits")
+        for other in ("img_size", "exif", "grey_bits"):  # the latter two are of the new images
+            del prepared[other]
         settings |= {f"input.{name}": value for name, value in prepared.items()}
     return settings
 
