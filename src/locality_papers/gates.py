@@ -6,7 +6,7 @@ from itertools import product
 from statistics import fmean
 from typing import Any
 
-from locality_papers.convit_attention import EMPTIED, GATES_FALL, reach, reducer
+from locality_papers.convit_attention import EMPTIED, reach, reducer
 from locality_papers.measures import TOP1, TRAJECTORY, Quantity, over, summed_rate
 from locality_papers.scales import Scale
 from locality_papers.specs import Cells, Column, Figure, Panel, Table, experiment, shaded
@@ -50,7 +50,7 @@ def position_rate(s: Scale) -> Table:
             cells[label][f"gate {n}"] = gate(lambda of, n=n: of.gates[n, -1])
             cells[label][f"left {n}"] = number(lambda of, n=n: of.growth[n])
         fall = gate(lambda of: fmean(of.gates[:, 0]) - fmean(of.gates[:, -1]))
-        asked[f"With the rate of v_pos and λ {label}, do gates fall?"] = fall.stated(GATES_FALL)
+        asked[f"With the rate of v_pos and λ {label}, do gates fall?"] = fall
     return Table(
         cells,
         columns,

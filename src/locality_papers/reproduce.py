@@ -13,7 +13,7 @@ from locality import checks
 from locality.errors import UserError, unknown
 from locality.figures.curves import draw, filled
 from locality.figures.style import figure_bytes
-from locality.files import check_output, write_atomic
+from locality.files import check_output, read_json, write_atomic
 from locality.runner.executors import Executor, run_all
 from locality.runner.runs import Outcome, Run, run_cost, threads_per_run, with_needs, workload
 from locality.training.cost import format_duration
@@ -106,8 +106,9 @@ def reproduce(
         chosen = dataclasses.replace(chosen, seeds=every, few_seeds=every)
     items = find(name)
     specs = {item.name: item.build(chosen) for item in items}
-    if fraction is not None:
-        chosen = _with_fractions(chosen, fraction if isinstance(fraction, Sequence) else [fraction])
+    fractions = fraction if isinstance(fraction, Sequence) else [fraction] if fraction else []
+    if fractions:
+        chosen = _with_fractions(chosen, fractions)
         whole, specs = specs, {item.name: item.build(chosen) for item in items}
         if same := [each for each, spec in specs.items() if spec.runs == whole[each].runs]:
             raise UserError(
@@ -120,10 +121,13 @@ def reproduce(
         print(f"{name} at scale {chosen.name}: {chosen.about}\n{plan}")
         return []
     folder = Path(output) / chosen.name
-    for item in items:
-        _check_files(folder, item)
     if recorded is not None and Path(recorded).exists():
         import_runs(Path(recorded), chosen.root)
+    elif recorded is not None and finished:
+        raise UserError(f"there is no file {recorded} of finished runs")
+    for item in items:
+        planned = [run for run in specs[item.name].runs if run.is_finished() or not finished]
+        _check_files(folder, item, len(planned))
     failures, ready = ({}, []) if finished else _split_by_data(chosen, wanted)
     if not (quiet or finished):
         print(f"{name} at scale {chosen.name}: {chosen.about}\n{workload(ready, jobs, threads)}")
@@ -133,10 +137,25 @@ def reproduce(
     failures |= {each.run.folder: each.error for each in outcomes if each.error is not None}
     folder.mkdir(parents=True, exist_ok=True)
     records = [write_experiment(item, specs[item.name], chosen, failures, folder) for item in items]
+    for item, record in zip(items, records, strict=True):
+        record["repeat"] = _command(item, chosen.name, seeds, fractions)
+        write_atomic(_record_file(folder, item), _json(record))
+    # Significance is corrected over all questions of the scale.
+    paths = [_record_file(folder, item) for item in experiments().values()]
+    found = answers(read_json(path) for path in paths if path.exists())
+    for item, record in zip(items, records, strict=True):
+        write_atomic(_record_file(folder, item).with_suffix(".md"), page([record], found))
     if recorded is not None:
         export_runs([run.folder for run in wanted if run.is_finished()], Path(recorded))
     if not quiet:
-        _show(records, failures, folder)
+        if len(records) == 1:
+            print("\n" + page(records, found))
+        for record in records if len(records) > 1 else ():
+            print(f"{record['name']:28} {record['title']}")
+        if failures:
+            first = next(iter(failures.values()))
+            print(f"{len(failures)} runs have no result; the first: {first}")
+        print(f"written to {folder}")
     return records
 
 
@@ -182,10 +201,29 @@ def _record_file(folder: Path, item: Experiment) -> Path:
     return folder / f"{item.name.replace('/', '-')}.json"
 
 
-def _check_files(folder: Path, item: Experiment) -> None:
-    """Refuse to overwrite files that are not the experiment's."""
+def _json(record: Record) -> str:
+    return json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _command(item: Experiment, scale: str, seeds: int | None, fractions: Sequence[float]) -> str:
+    """The command that repeats an experiment; in Python for one defined elsewhere."""
+    if not item.build.__module__.startswith(f"{__package__}."):
+        return f"reproduce('{item.name}', '{scale}')"
+    command = f"locality reproduce {item.name} --scale {scale}"
+    command += f" --seeds {seeds}" * (seeds is not None)
+    return command + f" --fraction {','.join(map(str, fractions))}" * bool(fractions)
+
+
+def _check_files(folder: Path, item: Experiment, runs: int) -> None:
+    """Refuse to overwrite files that are not the experiment's, or results of more runs."""
     path = _record_file(folder, item)
     check_output(path, b'{\n "name": "')
+    kept = read_json(path)["provenance"]["finished"] if path.exists() else 0
+    if kept > runs:
+        raise UserError(
+            f"{path} has the results of {kept} runs, which {runs} would replace; give another "
+            f"--output (output= in Python)"
+        )
     if not path.exists():
         for suffix in (".md", ".csv", ".png"):
             check_output(path.with_suffix(suffix))
@@ -194,14 +232,14 @@ def _check_files(folder: Path, item: Experiment) -> None:
 def write_experiment(
     item: Experiment, spec: Spec, scale: Scale, failures: Failures, folder: Path
 ) -> Record:
-    """Evaluate one experiment and write its files.
+    """Evaluate one experiment and write its picture and its table.
 
     Args:
         item, spec, scale, failures: see `make_record`.
         folder: folder for the files.
 
     Returns:
-        the record, as written to the .json file.
+        the record.
     """
     path = _record_file(folder, item)
     record = make_record(item, spec, scale, failures)
@@ -220,20 +258,8 @@ def write_experiment(
         if figure is not None:
             write_atomic(picture, figure_bytes(figure, dpi=160))
         record["picture"] = picture.name if shown else None
-    write_atomic(path, json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-    write_atomic(path.with_suffix(".md"), page([record], answers([record])))
     write_atomic(path.with_suffix(".csv"), to_csv(record))
     return record
-
-
-def _show(records: Sequence[Record], failures: Failures, folder: Path) -> None:
-    if len(records) == 1:
-        print("\n" + page(records, answers(records)))
-    for record in records if len(records) > 1 else ():
-        print(f"{record['name']:28} {record['title']}")
-    if failures:
-        print(f"{len(failures)} runs have no result; the first: {next(iter(failures.values()))}")
-    print(f"written to {folder}")
 
 
 def list_experiments(scale: str = "digits", runs: Path | str = RUNS) -> list[dict[str, Any]]:

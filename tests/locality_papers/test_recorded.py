@@ -47,6 +47,28 @@ def test_recorded_runs_give_a_clone_the_same_table(tiny_scale, tmp_path, here):
         import_runs(file, clone.root)
 
 
+def test_results_of_more_runs_are_kept(tiny_scale, tmp_path, here):
+    given = {"output": tmp_path, "executor": here, "quiet": True}
+    reproduce("convit/table-5", dataclasses.replace(tiny_scale, seeds=(0,)), **given)
+    page = tmp_path / "digits" / "convit-table-5.md"
+    written = page.read_bytes()
+    none = dataclasses.replace(tiny_scale, root=tmp_path / "empty", seeds=(0,))
+    with pytest.raises(UserError, match=r"convit-table-5\.json"):
+        reproduce("convit/table-5", none, finished=True, **given)
+    assert page.read_bytes() == written
+    with pytest.raises(UserError, match=r"nowhere\.gz"):
+        reproduce("convit/table-5", none, finished=True, recorded=tmp_path / "nowhere.gz", **given)
+
+
+def test_a_page_says_how_it_is_repeated(tmp_path):
+    given = {"output": tmp_path, "runs": tmp_path / "runs", "finished": True, "quiet": True}
+    reproduce("convit/table-2", seeds=2, fraction=(0.05, 0.3), **given)
+    page = (tmp_path / "digits" / "convit-table-2.md").read_text()
+    assert (
+        "`locality reproduce convit/table-2 --scale digits --seeds 2 --fraction 0.05,0.3`" in page
+    )
+
+
 RECORDED = sorted((Path(__file__).parents[2] / "results").glob("*.runs.jsonl.gz"))
 
 
