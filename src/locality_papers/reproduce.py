@@ -106,8 +106,8 @@ def reproduce(
         chosen = dataclasses.replace(chosen, seeds=every, few_seeds=every)
     items = find(name)
     specs = {item.name: item.build(chosen) for item in items}
-    fractions = fraction if isinstance(fraction, Sequence) else [fraction] if fraction else []
-    if fractions:
+    fractions = [fraction] if isinstance(fraction, float | int) else fraction
+    if fractions is not None:
         chosen = _with_fractions(chosen, fractions)
         whole, specs = specs, {item.name: item.build(chosen) for item in items}
         if same := [each for each, spec in specs.items() if spec.runs == whole[each].runs]:
@@ -205,13 +205,15 @@ def _json(record: Record) -> str:
     return json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _command(item: Experiment, scale: str, seeds: int | None, fractions: Sequence[float]) -> str:
+def _command(
+    item: Experiment, scale: str, seeds: int | None, fractions: Sequence[float] | None
+) -> str:
     """The command that repeats an experiment; in Python for one defined elsewhere."""
     if not item.build.__module__.startswith(f"{__package__}."):
         return f"reproduce('{item.name}', '{scale}')"
     command = f"locality reproduce {item.name} --scale {scale}"
     command += f" --seeds {seeds}" * (seeds is not None)
-    return command + f" --fraction {','.join(map(str, fractions))}" * bool(fractions)
+    return command + f" --fraction {','.join(map(str, fractions or ()))}" * bool(fractions)
 
 
 def _check_files(folder: Path, item: Experiment, runs: int) -> None:

@@ -197,8 +197,8 @@ class TimmModel(ImageClassifier):
         Raises:
             UserError: for another pooling than the model's.
         """
-        holder = self.model if hasattr(self.model, "global_pool") else self.model.head
-        own = getattr(holder, "global_pool", None)
+        inner = getattr(self.model, "head", None)
+        own = getattr(self.model, "global_pool", getattr(inner, "global_pool", None))
         if global_pool not in (None, getattr(own, "pool_type", own)):
             raise UserError(
                 f"the pooling of {PREFIX}{self.config.name} cannot be reset; build it with "
