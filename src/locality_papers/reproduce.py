@@ -136,10 +136,17 @@ def reproduce(
     outcomes = run_all(ready, jobs, executor, threads, quiet, _measure_when_done(specs.values()))
     failures |= {each.run.folder: each.error for each in outcomes if each.error is not None}
     folder.mkdir(parents=True, exist_ok=True)
-    records = [write_experiment(item, specs[item.name], chosen, failures, folder) for item in items]
-    for item, record in zip(items, records, strict=True):
-        record["repeat"] = _command(item, chosen.name, seeds, fractions)
-        write_atomic(_record_file(folder, item), _json(record))
+    records = [
+        write_experiment(
+            item,
+            specs[item.name],
+            chosen,
+            failures,
+            folder,
+            _command(item, chosen.name, seeds, fractions),
+        )
+        for item in items
+    ]
     # Significance is corrected over all questions of the scale.
     paths = [_record_file(folder, item) for item in experiments().values()]
     found = answers(read_json(path) for path in paths if path.exists())
@@ -201,10 +208,6 @@ def _record_file(folder: Path, item: Experiment) -> Path:
     return folder / f"{item.name.replace('/', '-')}.json"
 
 
-def _json(record: Record) -> str:
-    return json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-
-
 def _command(
     item: Experiment, scale: str, seeds: int | None, fractions: Sequence[float] | None
 ) -> str:
@@ -232,19 +235,20 @@ def _check_files(folder: Path, item: Experiment, runs: int) -> None:
 
 
 def write_experiment(
-    item: Experiment, spec: Spec, scale: Scale, failures: Failures, folder: Path
+    item: Experiment, spec: Spec, scale: Scale, failures: Failures, folder: Path, repeat: str
 ) -> Record:
-    """Evaluate one experiment and write its picture and its table.
+    """Evaluate one experiment and write its files, except the page.
 
     Args:
         item, spec, scale, failures: see `make_record`.
         folder: folder for the files.
+        repeat: the command that repeats it.
 
     Returns:
-        the record.
+        the record, as written to the .json file.
     """
     path = _record_file(folder, item)
-    record = make_record(item, spec, scale, failures)
+    record = make_record(item, spec, scale, failures) | {"repeat": repeat}
     if isinstance(spec, Figure):
         picture = path.with_suffix(".png")
         figure = draw(record["panels"]) if any(map(filled, record["panels"])) else None
@@ -260,6 +264,7 @@ def write_experiment(
         if figure is not None:
             write_atomic(picture, figure_bytes(figure, dpi=160))
         record["picture"] = picture.name if shown else None
+    write_atomic(path, json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     write_atomic(path.with_suffix(".csv"), to_csv(record))
     return record
 

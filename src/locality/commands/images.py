@@ -164,14 +164,15 @@ def evaluate(arguments: Sequence[str]) -> None:
         if "data.root" in given:
             raise UserError(f"give either {options.images} or --data.root {given['data.root']}")
         given = images_at(Path(options.images)) | given
-    if not Path(root := given.get("data.root", ".")).exists():
+    root, splits = given.get("data.root"), None
+    if root is not None and not Path(root).exists():  # before a model is loaded
         raise missing(Path(root))
     config = model.config
     # Options override the run's data settings, unless they name another dataset.
     if given.get("data.dataset", config.data.dataset) != config.data.dataset:
         decoding = {name: getattr(config.data, name) for name in ("exif", "grey_bits")}
         config = dataclasses.replace(config, data=DataConfig(**decoding))
-    own, root, splits = config.data.root, given.get("data.root"), None
+    own = config.data.root
     other = root is not None and not (own and same_path(own, root))
     if root is not None and other and own:
         splits = _moved(model.what, config, root)
