@@ -100,7 +100,7 @@ class TrainedRun:
             OSError, UserError: if an image cannot be read.
         """
         checks.integer("top", top, 1)
-        decoding = self.classifier.preprocessing.decoding
+        decoding = RunFolder(self.folder).read_config().data.decoding
         if isinstance(images, (str, Path)):
             files = list(image_files([str(images)]))
             if len(files) != 1 or Path(images).is_dir():

@@ -94,7 +94,7 @@ def evaluate_opened(
     if opened.model is None:
         if precision not in ("fp32", "auto"):
             raise UserError(f"{opened.name} is a graph, whose precision is fixed; omit {precision}")
-        model, device = _Graph(opened), torch.device("cpu")
+        model, device, precision = _Graph(opened), torch.device("cpu"), "fp32"
     else:
         model = opened.model
     splits = open_for(opened, data, seed) if splits is None else splits
@@ -110,8 +110,7 @@ def evaluate_opened(
         max_bad_images=data.max_bad_images,
         pin_memory=device.type == "cuda",
     )
-    auto = precision == "auto" and opened.model is not None
-    macs = count_macs(opened.module(), preprocessing.size) if auto else 0
+    macs = count_macs(opened.module(), preprocessing.size) if precision == "auto" else 0
     chosen = devices.choose_precision(precision, device.type, macs)
 
     def checked(batch: Batch, logits: Tensor) -> None:
