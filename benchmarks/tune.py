@@ -57,8 +57,9 @@ OWN: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("digits", "timm/test_resnet"): {"model.img_size": 32},
     ("digits-half", "timm/test_resnet"): {"model.img_size": 32},
-    ("digits", "timm/cct_2"): {"model.img_size": 32, "model.overrides": {"pixels": 32}},
-    ("digits-half", "timm/cct_2"): {"model.img_size": 32, "model.overrides": {"pixels": 32}},
+    # 4×4 tokens, as the transformers have.
+    ("digits", "timm/cct_2"): {"model.img_size": 16, "model.overrides": {"pixels": 16}},
+    ("digits-half", "timm/cct_2"): {"model.img_size": 16, "model.overrides": {"pixels": 16}},
     ("photographs", "timm/test_resnet"): {"model.patch_size": None},
     ("photographs", "timm/cct_2"): {"model.patch_size": None},
 }
