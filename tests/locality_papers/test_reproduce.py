@@ -262,6 +262,9 @@ def test_a_dry_run_starts_nothing(tiny_scale, tmp_path, here, capsys):
 
 def test_the_list_says_runs_and_status(tmp_path, monkeypatch):
     monkeypatch.setattr("locality.training.cost.training_speed", lambda *_: 1e9)
+    names = "convit/table-2", "convit/table-3", "cvt/table-2"
+    few = {name: experiments()[name] for name in names}
+    monkeypatch.setattr("locality_papers.reproduce.experiments", lambda: few)
     rows = list_experiments("digits", tmp_path)
     by_name = {row["name"]: row for row in rows}
     assert by_name["convit/table-2"]["runs"] == 64

@@ -314,10 +314,9 @@ _SIZES: dict[str, tuple[int, int]] = {}
 
 
 def _size(model: ModelConfig, classes: int) -> tuple[int, int]:
-    architecture = dataclasses.replace(model, weights=None, entry=None)
-    named = repr((architecture, classes))
+    named = repr((model.name, model.fields, classes))
     if named not in _SIZES:
-        network = meta_model(RunConfig(model=architecture), classes)
+        network = meta_model(RunConfig(model=model), classes)
         _SIZES[named] = count_parameters(network), count_macs(network)
     return _SIZES[named]
 
