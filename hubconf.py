@@ -5,13 +5,13 @@ are those of `locality.create_model`.
 """
 
 import functools
+import pathlib
 import sys
-from pathlib import Path
 
 dependencies = ["torch", "torchvision", "timm", "safetensors", "huggingface_hub", "yaml"]
 
 # torch.hub puts the repository's root on the path, and the package lies below src/.
-sys.path.insert(0, str(Path(__file__).parent / "src"))
+sys.path.insert(0, str(pathlib.Path(__file__).parent / "src"))
 
 import locality  # noqa: E402
 
