@@ -10,7 +10,12 @@ import timm
 import torch
 from safetensors.torch import save_file
 from timm.data import resolve_data_config
-from timm.models import get_notrace_functions, get_notrace_modules, load_checkpoint
+from timm.models import (
+    get_notrace_functions,
+    get_notrace_modules,
+    load_checkpoint,
+    save_for_hf,
+)
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import CheckpointSaver
@@ -19,7 +24,13 @@ from torchvision.models.feature_extraction import create_feature_extractor, get_
 TIMMS_OWN = set(timm.list_models())
 
 import locality.timm  # noqa: E402 (registers the models)
-from locality.checkpoints import KEY_MAPS, SOURCES, Preprocessing, create_model  # noqa: E402
+from locality.checkpoints import (  # noqa: E402
+    KEY_MAPS,
+    SOURCES,
+    Preprocessing,
+    create_model,
+    open_model,
+)
 from locality.errors import UserError  # noqa: E402
 from locality.models import VARIANTS, build  # noqa: E402
 
@@ -235,6 +246,20 @@ def test_a_training_step_with_timms_tools(model, tmp_path):
     again = timm.create_model(name, num_classes=10, **MODELS[name])
     load_checkpoint(again, str(tmp_path / "last.pth.tar"), use_ema=False)
     assert torch.equal(again.head.weight, model.head.weight)
+
+
+def test_a_folder_of_timms_is_read_as_our_model(tmp_path):
+    arguments = {"num_classes": 5, "img_size": 16, "gpsa_layers": 1, "drop_path_rate": 0.1}
+    model = timm.create_model("locality_convit_nano", **arguments).eval()
+    model.reset_classifier(2, "avg")
+    save_for_hf(model, tmp_path, model_config={"label_names": ["cat", "dog"]})
+    ours = open_model(tmp_path)
+    assert ours.classes == ("cat", "dog") and type(ours.model) is type(model)
+    theirs = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    x = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        for each in (ours.model, theirs):
+            assert torch.equal(each(x), model(x))
 
 
 # Public weights, from substitute files.

@@ -15,7 +15,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from torch import Tensor
 
 from locality.checkpoints.adaptation import resample_pos_embeds
-from locality.checkpoints.beside import PREPROCESSING_KEYS
+from locality.checkpoints.beside import PREPROCESSING_KEYS, REGISTERED
 from locality.checkpoints.foreign import detect_key_map
 from locality.checkpoints.registry import SOURCES, Source
 from locality.data.config import Preprocessing
@@ -23,8 +23,6 @@ from locality.models.base import ImageClassifier
 from locality.models.config import CvTConfig
 from locality.models.factory import build
 from locality.models.variants import VARIANTS, Variant
-
-PREFIX = "locality_"
 
 __all__: list[str] = []  # timm adds the names it registers
 
@@ -62,14 +60,14 @@ def _entrypoint(name: str) -> Callable[..., Any]:
     def entrypoint(pretrained: bool = False, **kwargs: Any) -> Any:
         return build_model_with_cfg(
             partial(_make, name),
-            PREFIX + name,
+            REGISTERED + name,
             pretrained,
             pretrained_filter_fn=adapt_weights,
             feature_cfg={"out_indices": 3, "feature_cls": "getter"},
             **kwargs,
         )
 
-    entrypoint.__name__ = entrypoint.__qualname__ = PREFIX + name
+    entrypoint.__name__ = entrypoint.__qualname__ = REGISTERED + name
     entrypoint.__doc__ = f"`{name}` ({VARIANTS[name].source})."
     return entrypoint
 
@@ -96,13 +94,13 @@ def _cfg(row: Variant, source: Source | None = None) -> dict[str, Any]:
 
 
 def _all_cfgs() -> dict[str, Any]:
-    public = {PREFIX + row.name: _cfg(VARIANTS[row.model], row) for row in SOURCES.values()}
+    public = {REGISTERED + row.name: _cfg(VARIANTS[row.model], row) for row in SOURCES.values()}
     models = {row.model for row in SOURCES.values()}
-    own = {PREFIX + name: _cfg(row) for name, row in VARIANTS.items() if name not in models}
+    own = {REGISTERED + name: _cfg(row) for name, row in VARIANTS.items() if name not in models}
     return public | own
 
 
 default_cfgs = generate_default_cfgs(_all_cfgs())
 
 for _name in VARIANTS:
-    globals()[PREFIX + _name] = register_model(_entrypoint(_name))
+    globals()[REGISTERED + _name] = register_model(_entrypoint(_name))

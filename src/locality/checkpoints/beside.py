@@ -21,12 +21,15 @@ from locality.errors import UserError, prefix_errors
 from locality.files import read_shaped
 from locality.models.config import CvTConfig, StageConfig
 from locality.models.factory import TimmConfig
-from locality.models.variants import PREFIX, VARIANTS
+from locality.models.variants import PREFIX, VARIANTS, variant
 from locality.settings import from_dict
 
 PREPROCESSOR = "preprocessor_config.json"
 PREPROCESSING_KEYS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
 """Fields of `Preprocessing` with the same names in timm's configurations."""
+
+REGISTERED = "locality_"
+"""Prefix of the models that `locality.timm` registers in timm."""
 
 TIMM_NAMES = {f"convit_{size}": f"convit_{size}" for size in ("tiny", "small", "base")} | {
     f"deit_{size}": f"deit_{size}_patch16_224" for size in ("tiny", "small", "base")
@@ -113,6 +116,8 @@ def _timm(content: Mapping[str, Any]) -> Checkpoint:
     title, key_map = None, "convit" if getattr(config, "gpsa_layers", 0) else "deit"
     if isinstance(config, TimmConfig):
         title, key_map = PREFIX + name, "timm"
+    elif name.startswith(REGISTERED):
+        key_map = "locality"
     return Checkpoint(config, {}, title, timm_preprocessing(data), classes, key_map)
 
 
@@ -126,6 +131,8 @@ def timm_preprocessing(data: Mapping[str, Any]) -> Preprocessing | None:
 
 def _ours(name: str, args: Mapping[str, Any], pool: str | None) -> Any:
     """The `ViTConfig` of a timm model with these arguments; None if it has no equivalent."""
+    if name.startswith(REGISTERED):
+        return variant(name.removeprefix(REGISTERED)).config.with_overrides(**args)
     if name not in _OURS:
         return None
     base = VARIANTS[_OURS[name]].config

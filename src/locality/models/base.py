@@ -57,6 +57,11 @@ class ImageClassifier(nn.Module):
         """The native image size (height, width)."""
         return to_2tuple(self.config.img_size)
 
+    @property
+    def global_pool(self) -> str | None:
+        """The pooling, which timm saves with the weights."""
+        return getattr(self.config, "global_pool", None)
+
     def forward_features(self, x: Tensor) -> Tensor:
         """(B, C, H, W) → normalised tokens (B, p + N, width), the class token first."""
         return self.norm(self._tokens(x, self._run))
