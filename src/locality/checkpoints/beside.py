@@ -44,6 +44,8 @@ _SAME = {
     *("num_classes", "in_chans", "img_size", "patch_size", "embed_dim", "depth", "num_heads"),
     *("mlp_ratio", "qkv_bias", "global_pool"),
 }
+# All other arguments must be off, except these.
+_ON = {"final_norm", "proj_bias"}
 _CONVIT = _SAME | {"use_pos_embed", "locality_strength"}
 _DEIT = _SAME | {"class_token"}
 _OTHERS = {
@@ -137,7 +139,9 @@ def _ours(name: str, args: Mapping[str, Any], pool: str | None) -> Any:
         return None
     base = VARIANTS[_OURS[name]].config
     same = _CONVIT if base.gpsa_layers else _DEIT
-    if any(args[name] for name in args.keys() - same - _OTHERS):
+    if any(bool(args[name]) != (name in _ON) for name in args.keys() - same - _OTHERS):
+        return None
+    if same is _DEIT and args.get("global_pool", "") not in ("token", "avg", ""):
         return None
     fields: dict[str, Any] = {"global_pool": pool or "token"}
     fields |= {name: value for name, value in args.items() if name in same}
