@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import locality
-from locality.checkpoints import open_model, resolve
+from locality.checkpoints import Preprocessing, open_model, resolve
 from locality.errors import UserError
 
 NAMES = ["fox", "cat", "dog"]
@@ -139,6 +139,18 @@ def test_any_other_model_of_timms(name, tmp_path, randomise, image):
     model = randomise(timm.create_model(name, num_classes=3))
     save_for_hf(model, tmp_path, model_config={"label_names": NAMES})
     same_as_timm(model, tmp_path, image)
+
+
+def test_a_description_of_earlier_timm(tmp_path, randomise):
+    model = saved_by_timm(tmp_path, randomise, "convit_tiny", local_up_to_layer=1)
+    file = tmp_path / "config.json"
+    content = json.loads(file.read_text())
+    labels = {"labels": content.pop("label_names")}
+    file.write_text(json.dumps(content | labels | content.pop("pretrained_cfg")))
+    opened, expected = open_model(tmp_path), Preprocessing((32, 32), **PREPARED)
+    assert opened.preprocessing == expected and opened.classes == tuple(NAMES)
+    x = torch.randn(1, 3, 32, 32)
+    torch.testing.assert_close(opened.logits(x), model(x), atol=1e-5, rtol=0, check_stride=False)
 
 
 def saved_by_transformers(folder, randomise, processor=None, **arguments):

@@ -96,7 +96,7 @@ def _timm(content: Mapping[str, Any]) -> Checkpoint:
     shape = {"num_classes?": int, "model_args?": dict, "pretrained_cfg?": dict, "global_pool?": str}
     checks.shaped("it", content, shape)
     name = content["architecture"].partition(".")[0]
-    data = content.get("pretrained_cfg") or {}
+    data = content.get("pretrained_cfg") or content  # timm before 0.6 had one level
     args = {"num_classes": content.get("num_classes"), **(content.get("model_args") or {})}
     args = {
         name: tuple(value) if isinstance(value, list) else value
@@ -113,7 +113,7 @@ def _timm(content: Mapping[str, Any]) -> Checkpoint:
         if not timm.is_model(name):
             raise UserError(f"timm has no architecture '{name}'")
         config = TimmConfig.named(name).with_overrides(**args)
-    labels = content.get("label_names") or data.get("label_names")
+    labels = content.get("label_names") or data.get("label_names") or content.get("labels")
     classes = class_names(labels, config.num_classes)
     title, key_map = None, "convit" if getattr(config, "gpsa_layers", 0) else "deit"
     if isinstance(config, TimmConfig):
