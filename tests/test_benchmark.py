@@ -25,16 +25,24 @@ from locality.training.resolved_run import saved_activations
 QUICK = {"rounds": 2, "batch_size": 2}
 
 
+@pytest.mark.parametrize("in_chans", [1, 3])
 @pytest.mark.parametrize("name", ["convit_tiny", "deit_tiny"])
-def test_timm_peer_has_our_logits(name):
-    model = build(name, img_size=32).eval()
+def test_timm_peer_has_our_logits(name, in_chans):
+    model = build(name, img_size=32, in_chans=in_chans).eval()
     randomise(model)
     found = peers(model, "timm")
     assert list(found) == ["timm", "plain ViT"]
-    images = torch.randn(2, 3, 32, 32)
+    images = torch.randn(2, in_chans, 32, 32)
+    assert found["plain ViT"](images).shape == (2, 1000)
     with torch.no_grad():
         difference = (model(images) - found["timm"].eval()(images)).abs().max()
     assert difference <= 1e-5
+
+
+def test_a_model_of_other_depth_than_its_names_has_no_timm_peer():
+    model = build("convit_tiny", img_size=32, depth=2)
+    model.variant = "convit_tiny"  # as of a run with this setting
+    assert list(peers(model, "timm")) == ["plain ViT"]
 
 
 def test_saved_activations_of_a_linear_layer_are_its_inputs():

@@ -24,6 +24,7 @@ from locality.errors import UserError, lookup, require
 from locality.machine import processor_name
 from locality.models import ConvolutionalVisionTransformer, ImageClassifier, ViTConfig, build
 from locality.models.factory import TimmModel
+from locality.models.variants import identify
 from locality.training.devices import autocast, resolve_accelerator
 from locality.training.resolved_run import saved_activations
 
@@ -178,7 +179,7 @@ def run_benchmark(
         torch.set_num_threads(threads)
     contenders = _contenders(model, img_size, against, place)
     ours = contenders["locality"]
-    images = torch.randn(batch_size, 3, *ours.img_size, device=place)
+    images = torch.randn(batch_size, ours.in_chans, *ours.img_size, device=place)
     cast = partial(autocast, place.type, precision)
     difference = _check_logits(contenders, images, "fp32")
     _check_logits(contenders, images, precision)
@@ -229,21 +230,18 @@ def _timm_peers(model: ImageClassifier) -> dict[str, nn.Module]:
     if isinstance(model, TimmModel):
         return {"timm": copy.deepcopy(model.model)}
     if not isinstance(config, ViTConfig):
-        raise UserError(
-            f"timm has no {model.variant}; measure CvT models with --against transformers"
-        )
+        raise UserError("timm has no CvT; measure CvT models with --against transformers")
     found: dict[str, nn.Module] = {}
-    if model.variant in TIMM_NAMES:
-        peer = timm.create_model(
-            TIMM_NAMES[model.variant], img_size=model.img_size, num_classes=model.num_classes
-        )
+    interface = {name: getattr(model, name) for name in ("img_size", "num_classes", "in_chans")}
+    name, _ = identify(config)  # a run's model may have another depth than that of its name
+    if name in TIMM_NAMES:
+        peer = timm.create_model(TIMM_NAMES[name], **interface)
         key_map = KEY_MAPS["convit" if config.gpsa_layers else "deit"]
         peer.load_state_dict(key_map.from_native(model.state_dict(), config))
         found["timm"] = peer
     same = ("patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio")
     settings: dict[str, Any] = {name: getattr(config, name) for name in same}
-    settings |= {"img_size": model.img_size, "num_classes": model.num_classes}
-    found["plain ViT"] = timm.models.VisionTransformer(**settings)
+    found["plain ViT"] = timm.models.VisionTransformer(**settings, **interface)
     return found
 
 
@@ -252,9 +250,7 @@ def _transformers_cvt(model: ImageClassifier) -> dict[str, nn.Module]:
     from transformers import CvtConfig, CvtForImageClassification
 
     if isinstance(model.config, ViTConfig):
-        raise UserError(
-            f"transformers has only CvT models; measure {model.variant} with --against timm"
-        )
+        raise UserError("transformers has only CvT models; measure others with --against timm")
     # transformers' CvT always uses the exact GELU.
     config = dataclasses.replace(model.config, activation="gelu")
     state = KEY_MAPS["cvt-transformers"].from_native(model.state_dict(), config)
