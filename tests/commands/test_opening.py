@@ -10,10 +10,11 @@ import torch
 from PIL import Image
 
 import locality
-from locality.checkpoints import KEY_MAPS, export, load, open_model, resolve, save
+from locality.checkpoints import KEY_MAPS, Preprocessing, export, load, open_model, resolve, save
 from locality.cli import main
 from locality.errors import UserError
 from locality.models import build
+from locality.training.model import settings_from_weights
 
 from ..conftest import SHORT_WORDS
 
@@ -150,3 +151,11 @@ def test_weights_that_overflow_name_no_class(command, tmp_path, capsys):
     assert main(COMMANDS[command](str(saved), str(image), str(tmp_path))) == 2
     printed = capsys.readouterr()
     assert not printed.out and "finite" in printed.err
+
+
+def test_weights_for_grey_images_are_said_not_to_fit_datasets(tmp_path, capsys):
+    grey = Preprocessing(8, (0.4,), (0.3,))
+    saved = save(locality.create_model("convit_nano", in_chans=1), tmp_path, preprocessing=grey)
+    assert main(["eval", str(saved), *DIGITS]) == 2 and "RGB" in capsys.readouterr().err
+    with pytest.raises(UserError, match="RGB"):
+        settings_from_weights(str(saved))

@@ -85,8 +85,14 @@ def evaluate_opened(
 
     Raises:
         UserError: if the data has other classes, the precision or accelerator is unknown, an image
-            is damaged, logits are not finite, or a graph is given a precision.
+            is damaged, logits are not finite, a graph is given a precision, or the model does not
+            take 3 channels.
     """
+    if (channels := len(opened.preprocessing.mean)) != 3:
+        raise UserError(
+            f"{opened.name} takes images of {channels} channels, but datasets are read in RGB; "
+            f"`locality predict` converts images for models of 1 channel"
+        )
     checks.one_of("precision", precision, get_args(Precision))
     checks.integer("batch_size", batch_size, 1)
     device = torch.device(devices.resolve_accelerator(accelerator))

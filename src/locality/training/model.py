@@ -26,9 +26,14 @@ def settings_from_weights(weights: str, entry: str | None = None) -> dict[str, A
         weights, entry: as for `checkpoints.read`.
 
     Raises:
-        UserError, FileNotFoundError: as `read`.
+        UserError, FileNotFoundError: as `read`, or if the weights do not take 3 channels.
     """
     found = read(weights, entry=entry)
+    if (channels := found.config.in_chans) != 3:
+        raise UserError(
+            f"{weights} takes images of {channels} channels, but training reads them in RGB; start "
+            f"from weights for 3 channels"
+        )
     name, fields = describe(found.config, found.name)
     height, width = to_2tuple(found.config.img_size)
     settings: dict[str, Any] = {
