@@ -168,6 +168,16 @@ def test_features_only_gives_maps_at_the_strides_it_states(model):
         create_model("deit_nano", out_indices=[-1])
 
 
+def test_features_of_a_model_of_timms():
+    ours = create_model("timm/test_resnet", features_only=True).eval()
+    theirs = timm.create_model("test_resnet", features_only=True, feature_cls="getter").eval()
+    state = {name.replace("model.", "", 1): each for name, each in ours.state_dict().items()}
+    theirs.load_state_dict(state)
+    x = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        assert all(map(torch.equal, ours(x), theirs(x)[-3:]))
+
+
 def test_timms_names_for_settings_are_taken():
     model = timm.create_model(
         "locality_deit_nano",

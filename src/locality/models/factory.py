@@ -179,6 +179,10 @@ class TimmModel(ImageClassifier):
         """As in timm."""
         return self.model.forward_intermediates(x, *arguments, **choices)
 
+    def prune_intermediate_layers(self, *arguments: Any, **choices: Any) -> Any:
+        """As in timm."""
+        return self.model.prune_intermediate_layers(*arguments, **choices)
+
     @property
     def feature_info(self) -> list[dict[str, Any]]:
         return list(self.model.feature_info)
