@@ -388,5 +388,6 @@ def detect_key_map(state: State) -> KeyMap:
     raise UserError(
         f"these weights are of {'more than one' if found else 'no known'} format ({titles}), whose "
         f"first layers are {', '.join(sorted(STEMS))}; their first tensors are "
-        f"{some(state, quote='')}"
+        f"{some(state, quote='')}; if they are of a timm model, give its name, --model timm/NAME "
+        f"in training and --variant timm/NAME elsewhere"
     )
