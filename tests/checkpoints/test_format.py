@@ -211,3 +211,8 @@ def test_saving_over_a_model_replaces_it_and_an_interruption_leaves_no_mixture(
 def test_compiled_models_are_saved_without_their_wrapper(tmp_path):
     model = build("convit_nano")
     assert load(save(torch.compile(model), tmp_path)).config == replace(model.config)
+
+
+def test_a_fused_model_is_refused_as_such(tmp_path):
+    with pytest.raises(UserError, match="fused from"):
+        save(build("cvt_nano").fuse(), tmp_path)

@@ -90,7 +90,10 @@ class Checkpoint:
         state = contiguous_copies(
             {name: each.detach().cpu() for name, each in model.state_dict().items()}
         )
-        check_keys(state, meta_state_dict(model.config), "locality's")
+        expected = meta_state_dict(model.config)
+        if model.fused and state.keys() != expected.keys():
+            raise UserError("a fused model is not stored; give the model it was fused from")
+        check_keys(state, expected, "locality's")
         check_finite(state)
         names = None if classes is None else tuple(classes)
         return cls(model.config, state, model.variant, preprocessing, names, figures=figures)
