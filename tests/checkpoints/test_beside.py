@@ -263,6 +263,16 @@ def test_what_cannot_be_read_of_transformers_is_refused(fields, named, tmp_path,
         ({"do_resize": False}, "resize"),
         ({"size": {"longest_edge": 3}}, "img_size"),
         ({"resample": 9}, "interpolation"),
+        ({"image_processor_type": "LevitImageProcessor"}, "Levit"),
+        (
+            {
+                "image_processor_type": "DeiTImageProcessor",
+                "size": {"height": 72, "width": 90},
+                "do_center_crop": True,
+                "crop_size": {"height": 64, "width": 48},
+            },
+            "same share",
+        ),
     ],
 )
 def test_a_processor_that_cannot_be_read_is_refused(fields, named, tmp_path, randomise):

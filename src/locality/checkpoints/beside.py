@@ -69,6 +69,8 @@ CVT_STAGES = {
 _RESAMPLE = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 # From this size on, ConvNeXT's image processor (also CvT's) resizes without cropping.
 _CONVNEXT_SQUASHES = 384
+# Image processors that resize or normalise in a way that their settings do not say.
+_OWN_ARITHMETIC = ("EfficientNet", "Levit", "PoolFormer")
 
 
 def read_described(folder: Path, content: Mapping[str, Any]) -> Checkpoint | None:
@@ -207,11 +209,15 @@ def _preprocessor(path: Path) -> Preprocessing | None:
         rescales = math.isclose(given.get("rescale_factor", 1 / 255), 1 / 255, rel_tol=1e-6)
         if not (given.get("do_resize", True) and given.get("do_rescale", True) and rescales):
             raise UserError("it must resize images and scale them to 0 … 1")
-        size, (edge, _) = given.get("size"), _sides(given.get("size"))
-        convnext = "ConvNext" in str(given.get("image_processor_type"))
+        kind = str(given.get("image_processor_type"))
+        if kind.startswith(_OWN_ARITHMETIC):
+            raise UserError(f"{kind} prepares images in a way of its own, which is not supported")
+        size, (edge, width) = given.get("size"), _sides(given.get("size"))
+        convnext = "ConvNext" in kind
         mode, wanted = "squash", _sides(given["crop_size"] if given.get("do_center_crop") else size)
         if convnext and edge < _CONVNEXT_SQUASHES:
-            mode, edge = "center", int(edge / (given.get("crop_pct") or 224 / 256))
+            edge = width = int(edge / (given.get("crop_pct") or 224 / 256))
+            mode = "center"
         elif not convnext and isinstance(size, dict) and "shortest_edge" in size:
             mode = "center"
             if not given.get("do_center_crop"):
@@ -219,6 +225,11 @@ def _preprocessor(path: Path) -> Preprocessing | None:
         share = wanted[0] / edge
         if math.floor(wanted[0] / share) < edge:
             share = math.nextafter(share, 0)
+        if math.floor(wanted[1] / share) != width:
+            raise UserError(
+                f"it resizes to {edge}×{width} and crops to {wanted[0]}×{wanted[1]}; both sides "
+                f"must be cropped by the same share"
+            )
         normalises = given.get("do_normalize", True)
         fields = {
             "img_size": wanted,
