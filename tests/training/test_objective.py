@@ -62,6 +62,21 @@ def test_class_weights_make_every_class_count_alike(batch):
     torch.testing.assert_close(torch.stack(single).mean(), by_class.mean())
 
 
+@pytest.mark.parametrize("mixup_prob", [0.0, 1e-9])
+def test_class_weights_weigh_the_smoothed_loss_of_an_image(batch, mixup_prob):
+    images, labels, logits = batch
+    weights = torch.logspace(0, 3, CLASSES)
+    config = ObjectiveConfig(label_smoothing=0.3, class_weights=True)
+    augment = AugmentConfig(mixup=1.0, mixup_prob=mixup_prob)
+    objective = Objective(config, augment, CLASSES, class_weights=weights)
+    losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=0.3)
+    # Mixup that mixes nothing still gives probabilities.
+    targets = objective.mix(images, labels)[1]
+    torch.testing.assert_close(
+        objective.loss(logits, targets, images), (weights[labels] * losses).mean()
+    )
+
+
 def test_smoothing_spreads_its_share_over_all_classes(batch):
     images, labels, logits = batch
     objective = Objective(ObjectiveConfig(label_smoothing=0.3), AugmentConfig(), CLASSES)

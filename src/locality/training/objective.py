@@ -69,15 +69,17 @@ class Objective:
             outputs: logits of the model, (B, classes).
             targets, images: as `mix` returned them.
         """
-        smoothing = self.config.label_smoothing if targets.ndim == 1 else 0.0
-        logits = outputs.float()
-        weights = self.class_weights
-        if weights is None:
-            loss = F.cross_entropy(logits, targets, label_smoothing=smoothing)
-        else:  # torch's mean divides by the weights of the batch, however small it is
-            loss = F.cross_entropy(
-                logits, targets, weights, reduction="sum", label_smoothing=smoothing
-            ) / len(logits)
+        smoothing, logits = self.config.label_smoothing, outputs.float()
+        if self.class_weights is not None:
+            # torch would weight the smoothed part by class, so that rare ones win on all images.
+            if targets.ndim == 1:
+                hard = F.one_hot(targets, self.num_classes)
+            else:
+                hard = (targets - smoothing / self.num_classes) / (1 - smoothing)
+            weighted = hard * self.class_weights
+            targets = weighted.lerp(weighted.mean(dim=1, keepdim=True), smoothing)
+        smoothing = smoothing if targets.ndim == 1 else 0.0
+        loss = F.cross_entropy(logits, targets, label_smoothing=smoothing)
         if self.teacher is None:
             return loss
         share = self.config.teacher_share
