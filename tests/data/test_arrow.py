@@ -88,6 +88,14 @@ def test_a_saved_image_folder_trains_as_the_folder_did(train_val, workers):
         assert torch.equal(a.images, b.images) and torch.equal(a.targets, b.targets)
 
 
+def test_files_of_an_earlier_save_are_left_out(tmp_path):
+    rows(6).save_to_disk(tmp_path, num_shards=3)
+    rows(4).save_to_disk(tmp_path)
+    assert len(list(tmp_path.glob("*.arrow"))) == 4
+    splits = opened("arrow", tmp_path)
+    assert sorted(shades(splits.train) + shades(splits.val)) == [0, 10, 20, 30]
+
+
 def test_parquet_as_on_the_hub(tmp_path):
     (tmp_path / "data").mkdir()
     rows(6).to_parquet(tmp_path / "data" / "train-00000-of-00001-abc.parquet")

@@ -23,13 +23,14 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from locality import checks
 from locality.data.classes import class_difference, sort_classes
 from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
 from locality.data.decoding import decode, read_bytes
 from locality.data.folder import is_inside, outside_error, part_of, require_folder, train_and_val
 from locality.data.sources import BadImage, ImageSource
 from locality.errors import UserError, require, some, wrap_errors
-from locality.files import atomic_file
+from locality.files import atomic_file, parse_json, read_text
 
 if TYPE_CHECKING:
     import datasets
@@ -151,6 +152,7 @@ def _parts(folder: Path) -> dict[str, list[Path]]:
         for suffix in ("arrow", "parquet")
         for path in folder.rglob(f"*.{suffix}")
         if not path.name.startswith("cache-")
+        and _is_listed(path)
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     )
     if not files:
@@ -165,6 +167,16 @@ def _parts(folder: Path) -> dict[str, list[Path]]:
     if "train" not in named:
         raise UserError(f"'{folder}' has no files whose name or folder begins with 'train'")
     return {part: named[name] for part, name in train_and_val(named).items()}
+
+
+def _is_listed(path: Path) -> bool:
+    """Whether the state beside a file lists it; a folder saved again keeps files of before."""
+    state = path.with_name("state.json")
+    if path.suffix != ".arrow" or not state.exists():
+        return True
+    about = parse_json(read_text(state), f"'{state}'")
+    checks.shaped(f"'{state}'", about, {"_data_files": [{"filename": str}]})
+    return any(file["filename"] == path.name for file in about["_data_files"])
 
 
 def _read(files: list[Path], part: str, folder: Path) -> datasets.Dataset:
