@@ -75,6 +75,7 @@ def test_columns_are_chosen_by_number_or_name(cells):
         ("images/gone.png,1", r"images/gone\.png"),
         ("images/cell00.png,1\nimages/cell01.png", r"images/cell01\.png"),
         ("images/cell00.png,1\nimages/cell00.png,2", r"images/cell00\.png"),
+        ("images/cell00.png,1\n./images//cell00.png,2", "line 2 .* so does line 1"),
     ],
 )
 def test_a_table_that_cannot_be_used(cells, text, named):

@@ -198,6 +198,7 @@ class _Table:
         missing: list[str] = []
         other: list[str] = []
         rows: dict[str, tuple[int, list[str]]] = {}
+        places: dict[str, int] = {}
         for line, row in self._rows:
             if self.heading and not rows and row == self.heading:
                 continue
@@ -221,8 +222,9 @@ class _Table:
             elif found != name:
                 other.append(f"'{name}' is '{found}'")
             name = row[self.images] = name if found is None else found
-            if name in rows:
-                raise UserError(f"{where} names '{name}', and so does line {rows[name][0]}")
+            place = os.path.abspath(self.path.parent / name)  # "./1.png" is "1.png"
+            if (first := places.setdefault(place, line)) != line:
+                raise UserError(f"{where} names '{name}', and so does line {first}")
             rows[name] = line, [*map(sys.intern, row)]  # most cells repeat
         if not rows:
             raise UserError(f"'{self.path}' names no image")
