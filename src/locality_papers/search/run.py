@@ -149,10 +149,10 @@ class Search:
     def begin(self) -> None:
         """Open the data and load earlier scores."""
         self.splits = open_data(self.config.largest.data, self.config.run.seed)
-        self.held_out, train = self._loader(self.splits.val), self.splits.train
+        self.held_out, train = self._loader(self.splits.val, False), self.splits.train
         count = min(self.config.calibration, len(train))
         evenly = np.linspace(0, len(train) - 1, count).astype(np.int64)
-        calibrating = self._loader(train.subset(evenly))
+        calibrating = self._loader(train.subset(evenly), True)
         self.calibration = [batch.images.to(self.device) for batch in calibrating]
         if self.writes:
             self.table.cut(2**62)
@@ -161,22 +161,31 @@ class Search:
             score = float(row["top1"]), -float(row["val_loss"])
             self.known[int(row["round"]), int(row["number"])] = score
 
-    def _loader(self, source: ImageSource) -> BatchLoader:
-        run, size = self.config.run, self.space.base.img_size
-        return eval_loader(source, run.input.at(size), batch_size=64, workers=run.data.workers)
+    def _loader(self, source: ImageSource, training: bool) -> BatchLoader:
+        data, prepared = self.config.run.data, self.config.run.input.at(self.space.base.img_size)
+        return eval_loader(
+            source,
+            prepared,
+            batch_size=64,
+            on_bad_image=data.on_bad(training),
+            max_bad_images=data.max_bad_images,
+            workers=data.workers,
+        )
 
     @torch.no_grad()
     def _after_warm_up(self) -> Path:
         """Record the loss of each image if needed; return the supernet's initial weights."""
         model, start = load(self.path / "warm-up").to(self.device), self.path / "start"
-        file, losses = self.path / "difficulty.npy", []
+        file, train = self.path / "difficulty.npy", self.splits.train
         if min(ROUNDS[self.config.method]) < 1 and not file.exists():
-            for batch in self._loader(self.splits.train):
+            losses = np.full(len(train), np.inf, np.float32)  # unreadable images are the hardest
+            for batch in self._loader(train, True):
                 logits = model(batch.images.to(self.device)).float().cpu()
-                losses.append(F.cross_entropy(logits, batch.targets, reduction="none"))
-        if self.writes and losses:
-            with atomic_file(file) as opened:
-                np.save(opened, torch.cat(losses).numpy())
+                found = F.cross_entropy(logits, batch.targets, reduction="none")
+                losses[batch.indices] = found.numpy()
+            if self.writes:
+                with atomic_file(file) as opened:
+                    np.save(opened, losses)
         if self.writes and not (start / WEIGHTS).exists():  # written last by `save`
             supernet.order_hidden_units(model)
             save(model, start)

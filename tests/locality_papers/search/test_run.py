@@ -4,6 +4,7 @@ import itertools
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,14 +14,17 @@ import yaml
 from locality.checkpoints import load, open_model
 from locality.checkpoints.run_state import load_best_state
 from locality.cli import main
+from locality.data import open_data
 from locality.files import read_json, read_rows
 from locality.models import count_macs
 from locality.settings import replace
-from locality.training import RunFolder
+from locality.training import RunFolder, train
 from locality.training.loop import Loop
 from locality_papers.search.config import named, read_search
 from locality_papers.search.run import Search, space_of
 from locality_papers.search.supernet import SupernetTraining
+
+from ...conftest import write_classes
 
 TINY = {
     "run.schedule.steps": 10,
@@ -110,6 +114,23 @@ def test_da_nas_drops_options_and_goes_from_easy_to_all_images(tmp_path, monkeyp
         by_difficulty = own[np.argsort(-difficulty[own])]
         is_kept = [train.describe(place) in kept for place in by_difficulty]
         assert is_kept == sorted(is_kept) and sum(is_kept) == len(own) // 4
+
+
+def test_damaged_training_images_are_skipped(tmp_path):
+    write_classes(tmp_path / "photos", {"ant": 10, "bee": 10})
+    data = {"dataset": "folder", "root": str(tmp_path / "photos"), "train_part": (0.0, 1.0)}
+    data = {f"run.data.{name}": value for name, value in data.items()}
+    config = tiny(method="da_nas", **data)
+    damaged = open_data(config.largest.data, config.run.seed).train.describe(3)
+    Path(damaged).write_bytes(b"no image")
+    search = Search(config, tmp_path / "search", quiet=True)
+    train(config.rounds()[0], search.path / "warm-up", quiet=True)
+    search.begin()
+    search._after_warm_up()
+    difficulty = np.load(search.path / "difficulty.npy")
+    assert np.flatnonzero(np.isinf(difficulty)).tolist() == [3]
+    kept = search.easiest(0.5).train
+    assert damaged not in map(kept.describe, range(len(kept)))
 
 
 def test_a_finished_search_is_returned_and_another_one_refused(found):
