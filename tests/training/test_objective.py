@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from locality.data import AugmentConfig, Preprocessing
@@ -174,6 +175,20 @@ def test_a_timm_teacher_is_read_from_a_file(tmp_path):
     with torch.no_grad():
         expected = model.eval()(images)
     torch.testing.assert_close(loaded(images), expected)
+
+
+def test_public_weights_can_be_the_teacher(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCALITY_HOME", str(tmp_path))
+    model = timm.create_model("deit_tiny_patch16_224")
+    path = tmp_path / "weights" / "deit_tiny.fb_in1k.safetensors"
+    path.parent.mkdir()
+    save_file(model.state_dict(), path)
+    config = ObjectiveConfig(teacher="deit_tiny.fb_in1k")
+    check_teacher(config)
+    loaded, _ = load_teacher(config, Preprocessing(), range(1000))
+    images = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(images), model.eval()(images))
 
 
 def test_a_run_can_be_the_teacher(tmp_path):

@@ -214,8 +214,9 @@ class ObjectiveConfig:
         label_smoothing: fraction of the target spread evenly over all classes.
         class_weights: weight each image's loss by mean class size / size of its class, so that rare
             classes count as much as common ones.
-        teacher: distil from this model: a run folder, weights, a timm name (pretrained weights), or
-            timm's "local-dir:FOLDER" or "hf-hub:REPOSITORY"; None trains on labels alone.
+        teacher: distil from this model: a run folder, weights, the name of public ones, a timm name
+            (pretrained weights), or timm's "local-dir:FOLDER" or "hf-hub:REPOSITORY"; None trains
+            on labels alone.
         teacher_weights: a local file with the timm teacher's weights, instead of a download.
         teacher_entry: the state dict of `teacher_weights` or `teacher` to load, if it has several.
         teacher_share: weight of the distillation loss; the loss on labels has the rest.

@@ -15,6 +15,7 @@ from timm.data import Mixup
 from torch import Tensor, nn
 
 from locality.checkpoints import open_model
+from locality.checkpoints.registry import SOURCES
 from locality.data.classes import class_difference, joinable, numbered
 from locality.data.config import AugmentConfig, InputConfig, Preprocessing
 from locality.errors import UserError, unknown
@@ -181,7 +182,7 @@ def check_teacher(config: ObjectiveConfig) -> None:
             f"objective.teacher_weights are for a timm model, and objective.teacher is "
             f"{config.teacher}; give one of them"
         )
-    if Path(config.teacher).exists():
+    if config.teacher in SOURCES or Path(config.teacher).exists():
         return
     # timm's prefixes for a Hub repository or a folder.
     source, _, place = config.teacher.partition(":")
@@ -211,7 +212,7 @@ def load_teacher(
     place, variant = config.teacher, None
     if config.teacher_weights is not None:
         place, variant = config.teacher_weights, PREFIX + config.teacher
-    if Path(place).exists():
+    if place in SOURCES or Path(place).exists():
         opened = open_model(place, variant, config.teacher_entry)
         model, own, names = opened.module(), opened.preprocessing, joinable(opened.classes)
     else:
