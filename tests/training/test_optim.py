@@ -148,8 +148,12 @@ def test_muon_is_that_of_timm(name, algo, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_an_optimiser_or_setting_that_timm_lacks_is_refused():
-    refused = {"sgd": ("sgdd", {}), "betas": ("sgd", {"betas": (0.9, 0.99)})}
+def test_an_optimiser_or_setting_that_cannot_work_is_refused():
+    refused = {
+        "sgd": ("sgdd", {}),
+        "betas": ("sgd", {"betas": (0.9, 0.99)}),
+        "second derivatives": ("adahessian", {}),
+    }
     for named, (name, settings) in refused.items():
         with pytest.raises(UserError, match=named):
             check_optimizer(OptimConfig(name, **settings))

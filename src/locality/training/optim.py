@@ -164,6 +164,11 @@ def check_optimizer(config: OptimConfig) -> None:
     if config.name not in names:
         raise unknown("optimiser (optim.name)", config.name, names)
     info = get_optimizer_info(config.name)
+    if info.second_order:
+        raise UserError(
+            f"optimiser '{config.name}' needs second derivatives, which training does not compute; "
+            f"choose another, such as adamw"
+        )
     for setting, available in (("betas", info.has_betas), ("eps", info.has_eps)):
         if getattr(config, setting) is not None and not available:
             raise UserError(
