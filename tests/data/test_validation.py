@@ -69,6 +69,13 @@ def test_everything_that_can_be_wrong(train_val, class_folders, image_file):
     assert not imbalance({"a": 100, "b": 90}) and "9" in imbalance({"a": 100, "b": 9})
 
 
+def test_copies_in_a_folder_that_will_be_split_need_attention(train_val):
+    train = train_val / "train"
+    (train / "cat" / "again.png").write_bytes((train / "cat" / "002.png").read_bytes())
+    assert report(train_val).ok and len(report(train_val).repeats) == 1
+    assert not report(train).ok
+
+
 def test_several_processes_find_the_same(train_val, image_file):
     for number in range(100):
         image_file(train_val / "train" / "ant" / f"more{number}.png", seed=10_000 + number)

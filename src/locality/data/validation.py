@@ -78,6 +78,7 @@ class CheckReport:
             self.bad_files
             or self.class_difference
             or self.duplicates
+            or ("all" in self.images and self.repeats)  # splitting may separate them
             or any(self.empty_classes.values())
             or not any(self.images.values())
             or _black(self.bits)
