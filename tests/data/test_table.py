@@ -211,6 +211,13 @@ def test_a_column_of_parts_splits(twelve, table, caplog):
     assert "2 of test" in caplog.text
 
 
+def test_a_column_of_parts_without_train_is_not_used_and_named(twelve, caplog):
+    rows = [f"{name},{('val', 'test')[n % 2]},{TWELVE[name]}" for n, name in enumerate(TWELVE)]
+    (twelve / "labels.csv").write_text("\n".join(["image,split,label", *rows]))
+    assert len(pairs(opened(twelve))) == 12
+    assert "; not used: column 'split'" in caplog.text and "are split by" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("text", "used"),
     [

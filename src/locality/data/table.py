@@ -79,7 +79,9 @@ def open_table(config: DataConfig) -> tuple[list[str], FileSource, FileSource | 
     if splits is None and all(parts := [_folder_part(image) for image in images]):
         by = "; they are split by their folders"
     picked = train_and_val(filter(None, parts))
-    if "val" in picked and (left := Counter(p for p in parts if p not in picked.values())):
+    if "val" not in picked:
+        by, splits = "", None
+    elif left := Counter(p for p in parts if p not in picked.values()):
         by += ", not used: " + ", ".join(f"{count:,} of {part}" for part, count in left.items())
     unused = [n for n in range(table.width) if n not in (table.images, splits, *chosen)]
     if others := some(map(table.called, unused), quote=""):
