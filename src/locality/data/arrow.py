@@ -175,8 +175,9 @@ def _is_listed(path: Path) -> bool:
     if path.suffix != ".arrow" or not state.exists():
         return True
     about = parse_json(read_text(state), f"'{state}'")
-    checks.shaped(f"'{state}'", about, {"_data_files": [{"filename": str}]})
-    return any(file["filename"] == path.name for file in about["_data_files"])
+    checks.shaped(f"'{state}'", about, {"_data_files?": [{"filename": str}]})
+    files = about.get("_data_files")
+    return files is None or any(file["filename"] == path.name for file in files)
 
 
 def _read(files: list[Path], part: str, folder: Path) -> datasets.Dataset:
