@@ -67,6 +67,13 @@ def test_what_timm_does_not_have_is_refused(name, overrides, named):
         build(name, **overrides)
 
 
+def test_layer_decay_needs_numbered_layers(tmp_path):
+    config = resnet("timm/pit_ti_224", **{"optim.layer_decay": 0.75, "model.img_size": None})
+    with pytest.raises(UserError, match=r"timm/pit_ti_224 .*layer_decay 1"):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 def test_the_whole_life_of_a_run(tmp_path, capsys):
     run, graph, saved = (str(tmp_path / name) for name in ("run", "m.onnx", "saved"))

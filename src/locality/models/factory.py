@@ -217,6 +217,11 @@ class TimmModel(ImageClassifier):
         return {f"model.{name}" for name in spared}
 
     def layer_ids(self) -> dict[str, int]:
+        if not hasattr(self.model, "group_matcher"):
+            raise UserError(
+                f"{PREFIX}{self.config.name} does not number its layers, so rates cannot decay by "
+                f"layer; give --optim.layer_decay 1"
+            )
         numbers = group_parameters(self.model, self.model.group_matcher(), reverse=True)
         return {f"model.{name}": number for name, number in numbers.items()}
 

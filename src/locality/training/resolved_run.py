@@ -21,7 +21,7 @@ from locality.training import devices
 from locality.training.config import RunConfig
 from locality.training.model import initialize_model, meta_model
 from locality.training.objective import check_teacher
-from locality.training.optim import Plan, check_optimizer, make_plan
+from locality.training.optim import Plan, check_optimizer, make_plan, parameter_groups
 
 
 class ResolvedRun:
@@ -67,6 +67,7 @@ class ResolvedRun:
         self.plan = make_plan(config, len(self.splits.train))
         self.notes = check_classes(self.splits, self.plan)
         model = meta_model(config, len(self.splits.classes))
+        parameter_groups(model, config.optim)  # refuses a layer decay that the model cannot have
         self.device_type = devices.resolve_accelerator(config.engine.accelerator)
         processes, nodes = devices.process_layout(config.engine, self.device_type)
         self.world_size = processes * nodes
