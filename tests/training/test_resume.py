@@ -102,6 +102,7 @@ CVT = {
 # Everything at once, with and without a worker, and other models.
 FAST = [
     {"engine.accumulate": 1, "data.workers": 0, **SOME[-1]},
+    {"engine.channels_last": True, "optim.name": "adamw"},
     {"engine.accumulate": 1, "data.workers": 2, **EVERYTHING},
     {"engine.accumulate": 4, "data.workers": 0, **EVERYTHING},
     *(

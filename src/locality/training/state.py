@@ -114,6 +114,12 @@ class Components:
             if self.ema is not None:
                 self.ema.module.load_state_dict(state["ema"])
             self.optimizer.load_state_dict(state["optimizer"])
+            for parameter, moments in self.optimizer.state.items():
+                for name, value in moments.items():
+                    # Fused optimisers need the weights' memory format, which is not saved.
+                    if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                        same = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
+                        moments[name] = same.copy_(value)
             self.scaler.load_state_dict(state["scaler"])
             return TrainState(**state["progress"])
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
