@@ -163,12 +163,14 @@ def test_a_teacher_never_learns(batch):
     assert not taught(batch[0]).requires_grad
 
 
-def test_a_timm_teacher_is_read_from_a_file(tmp_path):
+@pytest.mark.parametrize("name", ["convit_tiny", "timm/convit_tiny"])
+def test_a_timm_teacher_is_read_from_a_file(name, tmp_path):
     torch.manual_seed(0)
     model = timm.create_model("convit_tiny", num_classes=1000)
     file = tmp_path / "teacher.pth"
     torch.save(model.state_dict(), file)
-    config = ObjectiveConfig(teacher="convit_tiny", teacher_weights=str(file))
+    config = ObjectiveConfig(teacher=name, teacher_weights=str(file))
+    check_teacher(config)
     loaded, (note,) = load_teacher(config, Preprocessing(), range(1000))
     assert "no class names" in note
     images = torch.randn(1, 3, 224, 224)
@@ -213,6 +215,15 @@ def test_a_teacher_that_is_not_there_is_refused(tmp_path):
     }.items():
         with pytest.raises(UserError, match=re.escape(named)):
             check_teacher(ObjectiveConfig(**teacher))
+
+
+def test_a_teacher_is_for_rgb(tmp_path):
+    file = str(tmp_path / "teacher.pth")
+    torch.save(timm.create_model("test_vit", num_classes=10, in_chans=1).state_dict(), file)
+    with pytest.raises(UserError, match="1 channel"):
+        load_teacher(
+            ObjectiveConfig(teacher="test_vit", teacher_weights=file), Preprocessing(), "0123456789"
+        )
 
 
 def test_a_teachers_state_dict_is_chosen_by_its_entry(tmp_path):

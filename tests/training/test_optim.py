@@ -153,6 +153,7 @@ def test_an_optimiser_or_setting_that_cannot_work_is_refused():
         "sgd": ("sgdd", {}),
         "betas": ("sgd", {"betas": (0.9, 0.99)}),
         "second derivatives": ("adahessian", {}),
+        "fusedadam": ("fusedadam", {}),  # apex is not installed
     }
     for named, (name, settings) in refused.items():
         with pytest.raises(UserError, match=named):

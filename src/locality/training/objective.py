@@ -175,7 +175,7 @@ def check_teacher(config: ObjectiveConfig) -> None:
         return
     if config.teacher_weights is not None and not Path(config.teacher_weights).is_file():
         raise UserError(f"objective.teacher_weights: there is no file {config.teacher_weights}")
-    if timm.is_model(config.teacher.partition(".")[0]):
+    if timm.is_model(_timm_name(config.teacher).partition(".")[0]):
         return
     if config.teacher_weights is not None:
         raise UserError(
@@ -193,6 +193,10 @@ def check_teacher(config: ObjectiveConfig) -> None:
     raise unknown("teacher", config.teacher, timm.list_models())
 
 
+def _timm_name(teacher: str) -> str:
+    return teacher.removeprefix(PREFIX)
+
+
 def load_teacher(
     config: ObjectiveConfig, student: InputConfig, classes: Sequence[str]
 ) -> tuple[Teacher, list[str]]:
@@ -204,21 +208,25 @@ def load_teacher(
         the teacher, and notes on assumptions about it.
 
     Raises:
-        UserError: if the teacher does not exist, or lacks classes of the student.
+        UserError: if the teacher does not exist, is not for RGB, or lacks classes of the student.
     """
     assert config.teacher is not None
     model: nn.Module
     names: tuple[str, ...] | None = None
     place, variant = config.teacher, None
     if config.teacher_weights is not None:
-        place, variant = config.teacher_weights, PREFIX + config.teacher
+        place, variant = config.teacher_weights, PREFIX + _timm_name(config.teacher)
     if place in SOURCES or Path(place).exists():
         opened = open_model(place, variant, config.teacher_entry)
         model, own, names = opened.module(), opened.preprocessing, joinable(opened.classes)
     else:
-        model = timm.create_model(config.teacher, pretrained=True)
+        model = timm.create_model(_timm_name(config.teacher), pretrained=True)
         wanted = timm.data.resolve_model_data_config(model)
         own = Preprocessing(wanted["input_size"][-2:], wanted["mean"], wanted["std"])
+    if len(own.mean) != 3:
+        raise UserError(
+            f"teacher '{config.teacher}' takes images of {len(own.mean)} channels; give one for RGB"
+        )
     if names is not None:
         if set(classes) - set(names):
             raise UserError(

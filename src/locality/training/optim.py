@@ -15,7 +15,7 @@ from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from locality.errors import UserError, unknown
+from locality.errors import UserError, unknown, wrap_errors
 from locality.training.config import OptimConfig, RunConfig, ScheduleConfig
 
 
@@ -159,10 +159,13 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
 
 
 def check_optimizer(config: OptimConfig) -> None:
-    """Check that timm has the optimiser, with the given settings."""
+    """Check that timm has the optimiser on this machine, with the given settings."""
     names = [str(name) for name in list_optimizers()]
     if config.name not in names:
         raise unknown("optimiser (optim.name)", config.name, names)
+    # Some need other packages, or a GPU.
+    with wrap_errors(f"optimiser '{config.name}' cannot be used here", AssertionError, ImportError):
+        get_optimizer_class(config.name, bind_defaults=False)
     info = get_optimizer_info(config.name)
     if info.second_order:
         raise UserError(
