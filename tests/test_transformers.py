@@ -90,6 +90,9 @@ def test_a_saved_folder_is_both_libraries(tmp_path):
     assert (processor.image_mean, processor.image_std) == (INPUT.mean, INPUT.std)
     config = AutoConfig.from_pretrained(tmp_path)
     assert config.id2label == dict(enumerate(CLASSES)) and config.label2id["owl"] == 2
+    model = AutoModelForImageClassification.from_pretrained(tmp_path)
+    again = open_model(locality.save(model, tmp_path / "again"))
+    assert again.classes == opened.classes and again.preprocessing == opened.preprocessing
 
 
 def test_images_are_prepared_as_ours(tmp_path):

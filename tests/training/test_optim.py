@@ -50,6 +50,8 @@ def test_decay_spares_biases_norms_tokens_positions_and_gates():
     assert any(name.endswith("gating") for name in left_alone)
     assert any(name.endswith("v_pos") for name in left_alone)
     assert any(name.endswith("pos_proj.weight") for name in spared("timm/convit_tiny"))
+    timms = "model.pos_embed.token_projection.weight"  # by a pattern
+    assert timms in spared("timm/xcit_nano_12_p16_224")
 
 
 @pytest.mark.parametrize("name", ["convit_nano", "timm/convit_tiny"])

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import EvalResult, ModelCardData
@@ -82,9 +82,11 @@ class Checkpoint:
             UserError: if it is not a model of this library, its tensors do not match its
                 configuration, or its weights are not finite.
         """
-        # Wrappers: torch.compile's, and the class for transformers.
-        model = getattr(model, "_orig_mod", model)
-        model = getattr(model, "locality", model)
+        model = getattr(model, "_orig_mod", model)  # torch.compile's
+        if isinstance(getattr(model, WRAPPER, None), ImageClassifier):
+            known = cast(Any, model).config.checkpoint()
+            preprocessing, classes = preprocessing or known.preprocessing, classes or known.classes
+            model = cast(Any, model).locality
         if not isinstance(model, ImageClassifier):
             raise UserError(f"a model of this library is needed, not a {type(model).__name__}")
         state = contiguous_copies(

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections import defaultdict
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import Any, cast
 
 import timm.optim.muon as reference
@@ -141,7 +142,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
         if not parameter.requires_grad:
             continue
         own = name.rpartition(".")[2]
-        undecayed = parameter.ndim <= 1 or name in no_decay
+        undecayed = parameter.ndim <= 1 or any(fnmatch(name, each) for each in no_decay)
         positional = own == "v_pos" or name.endswith(".pos_proj.weight")  # the latter in timm
         undecayed |= positional and not config.decay_positions
         gate = own in ("gating", "gating_param")
