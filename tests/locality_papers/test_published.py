@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from locality.checkpoints.registry import SOURCES
 from locality.errors import UserError
 from locality.models import build, count_macs, count_parameters, list_models
 from locality_papers.published import PUBLISHED, rows
@@ -50,6 +51,13 @@ def test_convit_text_says_the_differences_of_table_3(row):
     metric = {"full data": "full", "10%": "10%"}[column]
     found = number("convit/table-3", first, metric) - number("convit/table-3", second, metric)
     assert found == pytest.approx(number("convit/text", row, "difference"), abs=0.01)
+
+
+@pytest.mark.parametrize("source", [s for s in SOURCES.values() if "Table" in s.published])
+def test_accuracies_of_public_weights_are_in_the_table_that_they_name(source):
+    paper, _, table = source.published.lower().partition(" table ")
+    printed = [of["top1"].value for of in rows(f"{paper}/table-{table}").values() if "top1" in of]
+    assert source.top1 in printed
 
 
 def test_cvt_tables_agree_on_parameters_and_flops():
