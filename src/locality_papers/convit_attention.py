@@ -157,7 +157,7 @@ def figure_13(s: Scale) -> Figure:
     found = {role: s.measured(TRAJECTORY, role, seeds=s.few_seeds) for role in roles}
     mean = {role: reducer(of)(lambda of: fmean(of.growth)) for role, of in found.items()}
     asked = {
-        f"Does the larger {family} stay more local?": mean[f"{family}-Ti"] - mean[f"{family}-B"]
+        f"Does the larger {family} become less local?": mean[f"{family}-B"] - mean[f"{family}-Ti"]
         for family in FAMILIES
     }
     return Figure(

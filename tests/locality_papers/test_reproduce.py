@@ -22,9 +22,9 @@ from locality.training.optim import create_schedule, make_plan
 from locality_papers import published
 from locality_papers.commands import experiment_names
 from locality_papers.convit_tables import INGREDIENTS
-from locality_papers.measures import summed_rate
+from locality_papers.measures import computed, summed_rate
 from locality_papers.reproduce import experiments, find, list_experiments, reproduce, show_list
-from locality_papers.scales import SCALES, get_scale
+from locality_papers.scales import SCALES, Scale, get_scale
 from locality_papers.specs import Table, printed_row
 
 CONVIT = [*(f"table-{n}" for n in range(1, 7)), "figure-1", "figure-2a", "figure-2b",
@@ -70,6 +70,18 @@ def test_every_experiment_can_be_built_at_every_scale(built):
     papers = [of for spec in specs.values() for where, of in spec.questions.items() if where]
     asked = [text for of in papers for text in of]
     assert len(set(asked)) == len(asked) >= 40
+
+
+def test_figure_13_asks_whether_larger_models_are_less_local(monkeypatch):
+    def trajectory(scale, measure, role, **choices):
+        end = 2.0 if role.endswith("-B") else 1.0
+        layer = {"nonlocality": [0.0, end], "gates": None}
+        return computed(lambda: {"layers": [layer], "early": 0})
+
+    monkeypatch.setattr(Scale, "measured", trajectory)
+    spec = find("convit/figure-13")[0].build(get_scale("digits", Path("runs")))
+    (asked,) = spec.questions.values()  # "The bigger the model, the more non-local the attention."
+    assert [effect.evaluate({}).at(0) for effect in asked.values()] == [1.0, 1.0]
 
 
 def test_tables_share_their_runs(built):
