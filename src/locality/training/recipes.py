@@ -184,7 +184,7 @@ def deit_300(model: str = "convit_small") -> RunConfig:
 
 
 def deit_300_plus(model: str = "convit_small_plus") -> RunConfig:
-    """`deit_300` for the wider "+" models: 4e-4 at a batch of 512 (ConViT §4).
+    """`deit_300` for the wider "+" models: 4e-4 at a batch of 512 (ConViT §3).
 
     Command: `locality train deit_300_plus --data.root IMAGENET`
     Cost: 23 exaFLOPs for `convit_small_plus`.
