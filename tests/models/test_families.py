@@ -77,6 +77,22 @@ def test_channels_last_and_bf16_are_near(model):
     assert (rough.float() - expected).abs().max() < 0.05 * expected.abs().max()
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_gradients_per_image_by_vmap(model):
+    model, x = model.eval(), images(model)
+    parameters, state = dict(model.named_parameters()), dict(model.named_buffers())
+
+    def loss(parameters, image):
+        logits = torch.func.functional_call(model, (parameters, state), image[None])
+        return logits.square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+    for place, image in enumerate(x):
+        alone = torch.func.grad(loss)(parameters, image)
+        for name, gradient in alone.items():
+            torch.testing.assert_close(found[name][place], gradient, rtol=1e-3, atol=1e-4, msg=name)
+
+
 def test_intermediates_are_the_maps_of_the_blocks(model):
     x = images(model, size=[2 * model.img_size[0], model.img_size[1]])
     features, maps = model.forward_intermediates(x)

@@ -63,7 +63,8 @@ class ConvolutionalEmbedding(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         """(B, C_in, H_in, W_in) → tokens (B, N, C) on the grid of Eq. 1."""
-        image = image.contiguous(memory_format=torch.channels_last)
+        # Channels last, in a way that `torch.vmap` supports.
+        image = image.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
         return self.norm(image_to_tokens(self.conv(image)))
 
 
@@ -263,8 +264,7 @@ class ConvolutionalAttention(nn.Module):
     @staticmethod
     def _image(x: Tensor, grid: Grid) -> Tensor:
         """The patches of (B, p + N, C) as a dense channels-last image."""
-        image = tokens_to_image(x[:, prefix_length(x.shape[1], grid) :], grid)
-        return image.contiguous(memory_format=torch.channels_last)
+        return tokens_to_image(x[:, prefix_length(x.shape[1], grid) :].contiguous(), grid)
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """(B, N, C) → (B, h, N, d)."""
