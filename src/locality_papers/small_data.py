@@ -130,7 +130,7 @@ def converged(s: Scale) -> Table:
         about="Not in the papers. Top-1 with all training images; baselines take no steps.",
         questions={
             "": {
-                f"{label}: do twice the steps help by half a point?": of["more"].stated(0.5)
+                f"{label}: do twice the steps help?": of["more"].stated(0.5)
                 for label, of in cells.items()
             }
         },
