@@ -95,8 +95,9 @@ def _answer(family: list[tuple[Answer, Record]]) -> None:
         if found:
             answer["answer"] = AT_MOST
         elif half := question["half_width"]:
-            seeds = seeds_needed(question["n"], half, max(bound, abs(answer["effect"])))
-            answer["seeds"] = seeds if seeds > question["n"] else None
+            reached = max(bound, abs(answer["effect"]))
+            seeds = seeds_needed(question["n"], half, reached, question["images"])
+            answer["seeds"] = seeds if seeds and seeds > question["n"] else None
 
 
 def _bound(question: Record) -> float | None:
@@ -107,9 +108,13 @@ def _bound(question: Record) -> float | None:
     return A_POINT if question["unit"] == "points" else None
 
 
-def seeds_needed(n: int, half_width: float, effect: float) -> int:
-    """Seeds needed for a half-width of about a third of `effect`, given that of `n` seeds."""
-    return math.ceil(n * (3 * half_width / effect) ** 2)
+def seeds_needed(n: int, half_width: float, effect: float, images: float = 0.0) -> int | None:
+    """Seeds needed for a half-width of about a third of `effect`, given that of `n` seeds.
+
+    None if the standard error over `images`, which more seeds do not reduce, is too large.
+    """
+    left = 1 - (3 * two_sided_t(_LARGE) * images / effect) ** 2
+    return math.ceil(n * (3 * half_width / effect) ** 2 / left) if left > 0 else None
 
 
 def p_value(question: Record, at: float) -> float:

@@ -110,6 +110,12 @@ def test_what_cannot_be_told_says_how_many_seeds_it_would_take():
     assert found["seeds"] == seeds_needed(8, 3.0, 3.0) == 72
     # With that many, the interval is a third of the effect at the same scatter.
     assert 3.0 * math.sqrt(8 / 72) == pytest.approx(3.0 / 3)
+    # More seeds do not reduce the error over images.
+    assert seeds_needed(8, 3.0, 3.0, images=0.4) == 188
+    half = math.hypot(3.0 * math.sqrt(8 / 188), 1.96 * 0.4)
+    assert half == pytest.approx(3.0 / 3, rel=0.01)
+    (found,) = answers([record_of(effect(2.0, 3.0, 8, paper=3.0, images=0.6))])
+    assert (found["answer"], found["seeds"]) == ("cannot tell", None)
 
 
 def test_answers_are_a_table(tmp_path):
