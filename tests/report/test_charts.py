@@ -43,6 +43,11 @@ def test_nonlocality_is_drawn_before_and_after_training(make_run):
         assert drawn.lines[0].get_ydata() == pytest.approx(means)
 
 
+def test_nonlocality_is_drawn_where_not_every_seed_was_measured(make_run):
+    runs = read_runs([make_run(measured=False), make_run(seed=1)])
+    assert charts.chart(charts.draw_nonlocality, group(runs), 1.0) is not None
+
+
 def test_baselines_are_found_by_the_table_of_models(make_run):
     groups = group(read_runs([make_run("deit_nano"), make_run("convit_nano")]))
     assert [one.label for one in groups] == ["ConViT", "DeiT"]

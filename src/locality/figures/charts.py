@@ -263,7 +263,11 @@ def draw_gates(axes: Axes, one: RunGroup, fraction: float) -> bool:
 def draw_nonlocality(axes: Axes, groups: Sequence[RunGroup], fraction: float) -> bool:
     """Nonlocality of each layer before and after training; False if not measured."""
     measured = [one for one in groups if _by_layer(one.at(fraction), "after", "nonlocality")]
-    layers = [one.at(fraction)[0].measures["after"]["layers"] for one in measured]
+    # Of the first measured seed: others may not have been recorded.
+    layers = [
+        next(after["layers"] for run in one.at(fraction) if (after := run.measures.get("after")))
+        for one in measured
+    ]
     unit, scale, everywhere = nonlocality_unit([layer for each in layers for layer in each])
     looks: dict[str, dict[str, Any]] = {
         "before": {"linestyle": "--", "linewidth": 1.2, "markerfacecolor": "none"},
