@@ -40,6 +40,12 @@ def test_values_that_are_all_alike_have_the_p_value_of_the_sign_test(n):
     assert found.p_value(at=2) == 1
 
 
+def test_differences_that_are_equal_but_for_rounding_are_all_alike():
+    first, second = ({at: 100 * (of + at) / 60 for at in range(3)} for of in (50, 49))
+    found = paired_difference(first, second)
+    assert found.half_width == 0 and found.p_value() == 0.25
+
+
 def test_holm_stops_at_the_first_that_is_not_small_enough():
     assert holm([0.04, 0.01, 0.03]) == [False, True, False]
     assert holm([0.01, 0.02, 0.03]) == [True, True, True]

@@ -67,6 +67,8 @@ def estimate(values: Sequence[float], shared: float = 0.0) -> Estimate:
     if n == 1:
         return Estimate(mean, None, 1)
     deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
+    if deviation < 1e-9 * abs(mean):  # equal, as differences of rounded numbers
+        deviation = 0.0
     scale = math.sqrt(1 / n + shared)
     return Estimate(mean, two_sided_t(n - 1) * deviation * scale, n)
 
