@@ -8,6 +8,7 @@ import xml.etree.ElementTree
 
 import pytest
 
+from locality.analysis.statistics import estimate
 from locality.errors import UserError
 from locality.report import build_report
 
@@ -102,6 +103,20 @@ def test_one_seed_has_no_interval(make_run, tmp_path):
     text = build_report(runs, tmp_path / "r.html").read_text()
     said = text_of(text[text.index("<body>") : text.index("<script>")])
     assert "95% interval" not in said and "seeds" not in said
+
+
+def test_folds_of_one_seed_have_widened_intervals(make_run, tmp_path):
+    tops = {"convit_nano": (80.0, 84.0, 88.0), "deit_nano": (70.0, 71.0, 78.0)}
+    runs = [
+        make_run(model, folder=f"{model}-{fold}", top1=top1, settings={"data.fold": (fold, 3)})
+        for model, found in tops.items()
+        for fold, top1 in enumerate(found)
+    ]
+    said = text_of(build_report(runs, tmp_path / "r.html").read_text())
+    widened = estimate(tops["convit_nano"], shared=1 / 2).half_width
+    assert f"84.0 % ± {widened:.1f}" in said and "folds share training images" in said
+    gap = estimate([10.0, 13.0, 10.0], shared=1 / 2)
+    assert f"{gap.low:+.1f} to {gap.high:+.1f}".replace("-", "−") in said
 
 
 def test_ablations_of_one_model_are_told_apart(make_run, tmp_path):

@@ -61,6 +61,8 @@ class RecordedRun(RunFolder):
         self.dataset = place_name(root) if self.custom else dataset
         self.fraction = float(config["data"]["fraction"])
         self.seed: int = config["seed"]
+        # Distinguishes the runs of a group on one fraction.
+        self.repeat = (self.seed, *(config["data"].get("fold") or ()))
 
     @cached_property
     def result(self) -> dict[str, Any]:
@@ -136,17 +138,23 @@ class RunGroup:
         return f"{self.label}, {percent(fraction)} of the images"
 
     def at(self, fraction: float) -> list[RecordedRun]:
-        """Runs on this fraction of the training images, sorted by seed."""
+        """Runs on this fraction of the training images, sorted by seed and fold."""
         chosen = [run for run in self.runs if run.fraction == fraction]
-        return sorted(chosen, key=lambda run: run.seed)
+        return sorted(chosen, key=lambda run: run.repeat)
 
-    def top1(self, fraction: float) -> dict[int, float]:
-        """Final top-1 accuracy in per cent, by seed."""
-        return {run.seed: float(run.result["top1"]) for run in self.at(fraction)}
+    @property
+    def shared(self) -> float:
+        """Images per fold / training images, see `estimate`; 0 unless runs differ by fold."""
+        first, *others = [run.repeat[1:] for run in self.runs]
+        return 1 / (first[1] - 1) if first and any(fold != first for fold in others) else 0.0
 
-    def over_runs(self, fraction: float, name: str = "top1", shared: float = 0.0) -> Estimate:
-        """Estimate of a number in `result.json`; `shared`: see `estimate`."""
-        return estimate([float(run.result[name]) for run in self.at(fraction)], shared)
+    def top1(self, fraction: float) -> dict[tuple[int, ...], float]:
+        """Final top-1 accuracy in per cent, by seed and fold."""
+        return {run.repeat: float(run.result["top1"]) for run in self.at(fraction)}
+
+    def over_runs(self, fraction: float, name: str = "top1") -> Estimate:
+        """Estimate of a number in `result.json`."""
+        return estimate([float(run.result[name]) for run in self.at(fraction)], self.shared)
 
     def below(self, fraction: float, baselines: Mapping[str, Estimate]) -> str:
         """The baselines above the accuracy on this fraction; see `baselines.below`."""
@@ -158,14 +166,14 @@ def group(runs: Sequence[RecordedRun]) -> list[RunGroup]:
     """Sort runs into groups: ConViT first, then DeiT, then others in order of appearance.
 
     Raises:
-        UserError: two runs of a group have the same fraction and seed.
+        UserError: two runs of a group have the same fraction, seed and fold.
     """
     groups: dict[str, list[RecordedRun]] = {}
     seen: dict[Any, RecordedRun] = {}
     for run in runs:
         settings = repr(sorted(run.settings().items()))
         groups.setdefault(settings, []).append(run)
-        other = seen.setdefault((settings, run.fraction, run.seed), run)
+        other = seen.setdefault((settings, run.fraction, run.repeat), run)
         if other is not run:
             raise UserError(
                 f"{other.path} and {run.path} are the same run (seed {run.seed}, fraction "
@@ -198,11 +206,11 @@ def baselines_at(groups: Sequence[RunGroup], fraction: float) -> dict[str, Estim
 
     Without an interval if all seeds have the same value.
     """
-    by_seed = {run.seed: run.baselines for one in groups for run in one.at(fraction)}
+    by_seed = {run.repeat: run.baselines for one in groups for run in one.at(fraction)}
     found: dict[str, Estimate] = {}
     for name in dict.fromkeys(name for baselines in by_seed.values() for name in baselines):
         values = [baselines[name] for baselines in by_seed.values() if name in baselines]
-        found[name] = estimate(values if len(set(values)) > 1 else values[:1])
+        found[name] = estimate(values if len(set(values)) > 1 else values[:1], groups[0].shared)
     return found
 
 
@@ -265,14 +273,15 @@ class BaselinePair:
 
     @property
     def difference(self) -> Estimate | None:
-        """first − second, paired by seed; None without a common seed."""
-        return paired_difference(self.first.top1(self.fraction), self.second.top1(self.fraction))
+        """first − second, paired by seed and fold; None without a common one."""
+        first, second = (one.top1(self.fraction) for one in (self.first, self.second))
+        return paired_difference(first, second, self.first.shared)
 
     def other_changed_settings(self) -> list[str]:
         """Settings outside `model` in which runs of the same seed differ, by dotted name."""
         incidental = with_role(RunConfig, "how", "label", "incidental")
-        first, second = ({run.seed: flatten(run.config) for run in runs} for runs in self.runs)
-        pairs = [[first[seed], second[seed]] for seed in first if seed in second]
+        first, second = ({run.repeat: flatten(run.config) for run in runs} for runs in self.runs)
+        pairs = [[first[each], second[each]] for each in first if each in second]
         names = dict.fromkeys(name for pair in pairs for name in differing_settings(pair))
         return [n for n in names if not n.startswith("model.") and n not in incidental]
 

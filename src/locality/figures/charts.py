@@ -107,7 +107,7 @@ def _draw_seeds(
 
     look = {**look, "linestyle": "none"}
     values = list(one.top1(fraction).values())
-    found = estimate(values)
+    found = one.over_runs(fraction)
     for value in values if len(values) > 1 else []:
         axes.plot(*point(place + aside, value), **look, markersize=3, alpha=0.45)
     low, high = max(0.0, found.low or 0.0), min(100.0, found.high or 0.0)

@@ -47,11 +47,9 @@ class Candidate(RunGroup):
     """A model's runs, compared by those on all images.
 
     Attributes:
-        shared: images per fold / training images; 0 if the runs differ by seed.
         milliseconds: latency of one image; None if not measured.
     """
 
-    shared: float
     milliseconds: float | None
 
     @cached_property
@@ -78,7 +76,7 @@ class Candidate(RunGroup):
     @property
     def accuracy(self) -> Estimate:
         """The mean over runs, with the interval over runs, or over images if runs are few."""
-        over_runs = self.over_runs(1.0, shared=self.shared)
+        over_runs = self.over_runs(1.0)
         if over_runs.n >= _ENOUGH_RUNS:
             return over_runs
         return replace(estimate([*self.right.values()]), mean=over_runs.mean)
@@ -226,9 +224,7 @@ def build_comparison(
     groups = [one for one in group(runs) if one.at(1.0)]
     if len(groups) < 2:
         raise UserError("fewer than two models have finished a run on all images")
-    folds = groups[0].runs[0].config["data"].get("fold")
-    shared = 1 / (folds[1] - 1) if folds else 0.0
-    found = [Candidate(one.label, one.runs, shared, milliseconds.get(one.model)) for one in groups]
+    found = [Candidate(one.label, one.runs, milliseconds.get(one.model)) for one in groups]
     found.sort(key=lambda each: -each.accuracy.mean)
     pairs = pairs_of(found)
     said = conclusion(found, pairs)
@@ -248,7 +244,7 @@ def build_comparison(
             short_runs_remark(found),
             more_images_remark(found[0]),
         ],
-        folds=folds and folds[1],
+        folds=groups[0].runs[0].config["data"].get("fold"),
         few=len(found[0].at(1.0)) < _ENOUGH_RUNS,
         command=shlex.join(["locality", "predict", str(found[0].best.path)]),
         candidates=found,

@@ -112,6 +112,7 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         "besides": sorted({name for each in comparisons for name in each.other_changed_settings()}),
         "groups": groups,
         "several_seeds": any(len(one.at(part)) > 1 for one in groups for part in one.fractions),
+        "folds": any(one.shared for one in groups),
         "families": {one.family for one in groups if any(run.measures for run in one.runs)},
         # Top-5 accuracy is 100% with at most five classes.
         "top5": any(len(run.classes()) > 5 for run in runs),
