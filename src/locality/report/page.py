@@ -172,8 +172,9 @@ def join_names(names: Sequence[str], word: str = "and") -> str:
 
 
 def breakable(name: str) -> Markup:
-    """A name with optional line breaks after underscores and slashes."""
-    return Markup(re.sub(r"(?<=[_/])(?=\w)", "<wbr>", str(escape(name))))
+    """A name in any script, with optional line breaks after underscores and slashes."""
+    broken = re.sub(r"(?<=[_/])(?=\w)", "<wbr>", str(escape(name)))
+    return Markup(f"<bdi>{broken}</bdi>")  # isolated: Arabic would reorder numbers beside it
 
 
 def pair_sentence(comparison: BaselinePair) -> str:
