@@ -166,6 +166,8 @@ def test_names_labels_and_probabilities_are_shown(open_ready, subjects, images, 
     written = write_explorer(subjects, images[:2], tmp_path / "x.html", names, labels=labels)
     page = open_ready(written)
     assert page.locator("#named").inner_text() == "three/a.png · labelled 3"
+    # Isolated, as names in Arabic would reorder the numbers beside them.
+    assert page.locator(".prediction strong[dir=auto]").count() == len(subjects)
     for number, subject in enumerate(subjects):
         shown = page.locator(f'.model[data-model="{number}"] .bars b').all_text_contents()
         found = [float(text[:-1]) for text in shown]

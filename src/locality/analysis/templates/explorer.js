@@ -403,8 +403,7 @@ async function setImage(image) {
     button.setAttribute("aria-pressed", at === image));
   document.querySelectorAll(".model").forEach((article, at) => {
     const [name, part] = showBars(article.querySelector(".bars"), DATA.models[at].answers[image]);
-    article.querySelector(".prediction").textContent = `predicts ${name} (${percent(part)})` +
-      (shown.label && name !== shown.label ? `, labelled ${shown.label}` : "");
+    article.querySelector(".prediction").replaceChildren(...predicted(name, part, shown.label));
   });
   showImageUnderMaps();
   show();

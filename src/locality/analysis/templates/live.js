@@ -79,7 +79,7 @@ function build() {
   $("models").append(...models.map(buildModel));
   // On narrow screens the models are below the drawing; this line beside it shows their predictions.
   $("brief").append(...models.map((model) => element("span", { class: `key ${model.family}` }, `${model.label} `,
-    element("strong"), element("span"), element("small"))));
+    element("strong", { dir: "auto" }), element("span"), element("small"))));
   examples.forEach((pixels, at) => {
     const canvas = element("canvas", { width: WIDTH, height: HEIGHT });
     paintPixels(canvas, pixels);
@@ -137,8 +137,7 @@ function showAnswer(article, model, number) {
   const bars = article.querySelector(".bars"), all = model.classes.map((name, at) => [name, answer.probabilities[at]]);
   if (bars.children.length < all.length) all.sort((one, other) => other[1] - one[1]).splice(bars.children.length);
   const [best, part] = showBars(bars, all), label = DATA.labels[state.example];
-  article.querySelector(".prediction").replaceChildren("predicts ", element("strong", {}, best), ` (${percent(part)})`,
-    label && label !== best ? `, labelled ${label}` : "");
+  article.querySelector(".prediction").replaceChildren(...predicted(best, part, label));
   answer.best = best;
   const [name, share] = $("brief").children[number].children;
   name.textContent = best;

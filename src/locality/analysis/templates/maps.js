@@ -128,6 +128,10 @@ function showBars(bars, answers) {
   return best;
 }
 
+// The prediction as nodes. Names are isolated: Arabic would reorder the numbers beside it.
+const predicted = (name, part, label) => ["predicts ", element("strong", { dir: "auto" }, name), ` (${percent(part)})`,
+  ...(label && label !== name ? [", labelled ", element("bdi", {}, label)] : [])];
+
 // An image's file name and label.
 const described = (name, label) => [name, label && `labelled ${label}`].filter(Boolean).join(" · ");
 
@@ -148,7 +152,7 @@ function plot(title, axis, caption, valuesOf, largest, marked, chosen, even = nu
     label.textContent = value;
     svg.append(label);
   }
-  for (let layer = 0; layer < depth; layer++) {
+  for (let layer = 0; layer < depth; layer += Math.ceil(depth / 24)) {
     const label = element("text", { x: x(layer), y: height - bottom + 18, "text-anchor": "middle" });
     label.textContent = layer + 1;
     svg.append(label);
