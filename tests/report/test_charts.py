@@ -89,3 +89,10 @@ def test_names_are_no_mathematics():
     figure = charts.chart(charts.draw_confusion, np.eye(3, dtype=np.int64), names)
     svg = figure_bytes(figure, "svg").decode()
     assert r">$\frac{$</text>" in svg and "$y$</text>" in svg and "a_b^c</text>" in svg
+
+
+def test_long_names_are_told_apart():
+    names = [letter * 50 for letter in "abc"]
+    axes = charts.chart(charts.draw_confusion, np.eye(3, dtype=np.int64), names).axes[0]
+    shown = [label.get_text() for label in axes.get_yticklabels()]
+    assert [text[0] for text in shown] == ["a", "b", "c"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from textwrap import fill, shorten
+from textwrap import fill
 from typing import Any, Literal
 
 import numpy as np
@@ -214,7 +214,7 @@ def draw_confusion(axes: Axes, matrix: npt.NDArray[np.int64], names: Sequence[st
         axes.add_patch(Rectangle((column, row), 1, 1, linewidth=0, **look))
         axes.text(column + 0.5, row + 0.5, f"{matrix[row, column]:,}", ha="center", va="center",
                   fontsize=min(9, 90 / count), color=INK)  # fmt: skip
-    labels = [_wrapped(shorten(name, 40, placeholder="…") or name[:39] + "…", 20) for name in names]
+    labels = [_wrapped(n if len(n) <= 40 else n[:39] + "…", 20) for n in names]
     places = np.arange(count) + 0.5
     axes.set_xticks(places, labels, rotation=90 if max(map(len, labels)) > 2 else 0, fontsize=7)
     axes.set_yticks(places, labels, fontsize=7)
