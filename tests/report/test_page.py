@@ -191,6 +191,10 @@ def test_bad_input(make_run, tmp_path):
     (broken / "measures.json").write_text("{")
     with pytest.raises(UserError, match=r"measures\.json"):
         build_report([broken], output)
+    broken = make_run(folder="cut", measured=False)
+    (broken / "predictions.csv").write_text("index,path,label,prediction,confidence\n")
+    with pytest.raises(UserError, match=r"predictions\.csv .* no rows"):
+        build_report([broken], output)
     with pytest.raises(UserError, match="the same run"):
         build_report([make_run(folder="a"), make_run(folder="b")], output)
     assert not output.exists()

@@ -364,6 +364,8 @@ class Predictions:
         cells: dict[str, Any] = dict(zip(_COLUMNS, kinds, strict=True))
         with prefix_errors(sentence):
             rows = read_rows(path, cells)
+            if not rows:
+                raise UserError("it has no rows")
             indices, paths, labels, predicted, confidence = (
                 [convert(row[name]) for row in rows] for name, convert in cells.items()
             )
