@@ -272,6 +272,8 @@ def test_axes_are_named_and_layers_summed_up(open_ready, file, subjects, images)
 def test_controls_that_would_do_nothing_are_hidden(open_ready, subjects, images, tmp_path):
     deit = open_ready(write_explorer(subjects[2:], images[:1], tmp_path / "deit.html"))
     assert deit.locator("#modes").is_hidden()
+    deit.keyboard.press("p")
+    assert deit.locator(".cell.none").count() == 0
     # A ConViT's class token enters late, so its layers have different tokens.
     convit = open_ready(write_explorer(subjects[:1], images[:1], tmp_path / "convit.html"))
     assert convit.locator("#rollout").is_hidden()

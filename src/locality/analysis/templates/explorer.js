@@ -471,7 +471,7 @@ function listen() {
       choose(state.layer + (event.key === "]" ? 1 : -1));
     } else if (event.key === "h") {
       choose(state.layer, (Number(state.head) + 1) % Math.max(...DATA.models.flatMap(({ layers }) => layers.map((layer) => layer.heads))) || 0);
-    } else if ("mcp".includes(event.key)) {
+    } else if ("mcp".includes(event.key) && !$("modes").hidden) {
       setMode({ m: "mixed", c: "content", p: "position" }[event.key]);
     } else if (event.key === "t" && !$("class-token-choice").hidden) {
       setClassToken(!state.classToken);
