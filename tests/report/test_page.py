@@ -178,6 +178,19 @@ def test_charts_and_tables_are_saved(twin_runs, open_page, tmp_path):
     assert {len(row) for row in rows} == {len(rows[0])} and rows[1][1] == "ConViT convit_nano"
 
 
+def test_recordings_may_lack_gates(make_run, tmp_path):
+    run = make_run("deit_nano")
+    layers = [{"name": "blocks.0", "kind": "sa", "grid": [4, 4], "nonlocality": {"mean": [2, 2]}}]
+    (run / "measures.json").write_text(
+        json.dumps({stage: {"images": 1, "layers": layers} for stage in ("before", "after")})
+    )
+    curves = [{"grid": [4, 4], "nonlocality": [2.0, 1.5]}]
+    (run / "over_training.json").write_text(
+        json.dumps({"steps": [0, 9], "epochs": [0.0, 1.0], "layers": curves})
+    )
+    assert "During training" in build_report([run], tmp_path / "r.html").read_text()
+
+
 def test_bad_input(make_run, tmp_path):
     output = tmp_path / "r.html"
     with pytest.raises(FileNotFoundError, match="missing"):

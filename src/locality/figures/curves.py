@@ -243,7 +243,7 @@ def gate_panels(seeds: Sequence[Record]) -> list[Record]:
         _over_epochs(f"layer {n + 1}", "gate σ(λ)", gate_lines(n, len(layer["gates"][0])), seeds)
         | {"y_range": (0, 1)}
         for n, layer in enumerate(seeds[0]["layers"])
-        if layer["gates"] is not None
+        if layer.get("gates")
     ]
 
 

@@ -82,7 +82,7 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         round(gate, 4)
         for measures in measured
         for layer in (measures.get("before") or {"layers": []})["layers"]
-        for gate in layer["gates"] or []
+        for gate in layer.get("gates") or []
     }
     several = len(runs) > 1
     dataset = runs[0].dataset
