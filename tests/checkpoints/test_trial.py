@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import numpy as np
 import pytest
@@ -170,8 +169,6 @@ def test_a_graph_that_was_tampered_with_is_refused(kind, tmp_path):
     tamper(model)
     path = tmp_path / "a.onnx"
     path.write_bytes(model.SerializeToString())
-    began = time.monotonic()
     with pytest.raises(UserError, match=named) as caught:
         open_model(path)
-    assert time.monotonic() - began < 60  # 20 on an idle machine
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
