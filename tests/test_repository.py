@@ -74,5 +74,11 @@ def test_a_dry_release_checks_and_tags_nothing(tmp_path):
     run("git", *identity, "commit", "-qm", "all")
     dry = run(".ci/release", DRY="1")
     assert dry.returncode == 0 and version in dry.stdout
-    assert run(".ci/release", DRY="").returncode == 1, "unreleased"
+    real = run(".ci/release", DRY="")
+    assert real.returncode == 1 and "CHANGELOG.md" in real.stderr
     assert not run("git", "tag").stdout
+    (tmp_path / built[0]).unlink()
+    assert run(".ci/release", DRY="1").returncode == 1
+    citation = tmp_path / "CITATION.cff"
+    citation.write_text(citation.read_text().replace(f"version: {version}", "version: 9.9.9"))
+    assert "9.9.9" in run(".ci/release", DRY="1").stderr
