@@ -202,14 +202,14 @@ def check_same_images(runs: Iterable[RecordedRun]) -> None:
 
 
 def baselines_at(groups: Sequence[RunGroup], fraction: float) -> dict[str, Estimate]:
-    """Baseline accuracies for runs on a fraction, by name, over seeds.
+    """Baseline accuracies for runs on a fraction, by name, over seeds and folds.
 
-    Without an interval if all seeds have the same value.
+    Without an interval if all have the same value.
     """
-    by_seed = {run.repeat: run.baselines for one in groups for run in one.at(fraction)}
+    by_repeat = {run.repeat: run.baselines for one in groups for run in one.at(fraction)}
     found: dict[str, Estimate] = {}
-    for name in dict.fromkeys(name for baselines in by_seed.values() for name in baselines):
-        values = [baselines[name] for baselines in by_seed.values() if name in baselines]
+    for name in dict.fromkeys(name for baselines in by_repeat.values() for name in baselines):
+        values = [baselines[name] for baselines in by_repeat.values() if name in baselines]
         found[name] = estimate(values if len(set(values)) > 1 else values[:1], groups[0].shared)
     return found
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from huggingface_hub import EvalResult, ModelCardData
@@ -82,23 +82,23 @@ class Checkpoint:
             UserError: if it is not a model of this library, its tensors do not match its
                 configuration, or its weights are not finite.
         """
-        model = getattr(model, "_orig_mod", model)  # torch.compile's
-        if isinstance(getattr(model, WRAPPER, None), ImageClassifier):
-            known = cast(Any, model).config.checkpoint()
+        inner: Any = getattr(model, "_orig_mod", model)  # torch.compile's
+        if isinstance(getattr(inner, WRAPPER, None), ImageClassifier):
+            known = inner.config.checkpoint()
             preprocessing, classes = preprocessing or known.preprocessing, classes or known.classes
-            model = cast(Any, model).locality
-        if not isinstance(model, ImageClassifier):
-            raise UserError(f"a model of this library is needed, not a {type(model).__name__}")
+            inner = inner.locality
+        if not isinstance(inner, ImageClassifier):
+            raise UserError(f"a model of this library is needed, not a {type(inner).__name__}")
         state = contiguous_copies(
-            {name: each.detach().cpu() for name, each in model.state_dict().items()}
+            {name: each.detach().cpu() for name, each in inner.state_dict().items()}
         )
-        expected = meta_state_dict(model.config)
-        if model.fused and state.keys() != expected.keys():
+        expected = meta_state_dict(inner.config)
+        if inner.fused and state.keys() != expected.keys():
             raise UserError("a fused model is not stored; give the model it was fused from")
         check_keys(state, expected, "locality's")
         check_finite(state)
         names = None if classes is None else tuple(classes)
-        return cls(model.config, state, model.variant, preprocessing, names, figures=figures)
+        return cls(inner.config, state, inner.variant, preprocessing, names, figures=figures)
 
     def build(self) -> ImageClassifier:
         """Build the model, in evaluation mode, on the CPU in fp32.

@@ -23,14 +23,13 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from locality import checks
 from locality.data.classes import class_difference, sort_classes
 from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
 from locality.data.decoding import decode, read_bytes
 from locality.data.folder import is_inside, outside_error, part_of, require_folder, train_and_val
 from locality.data.sources import BadImage, ImageSource
 from locality.errors import UserError, require, some, wrap_errors
-from locality.files import atomic_file, parse_json, read_text
+from locality.files import atomic_file, read_shaped
 
 if TYPE_CHECKING:
     import datasets
@@ -171,12 +170,10 @@ def _parts(folder: Path) -> dict[str, list[Path]]:
 
 def _is_listed(path: Path) -> bool:
     """Whether the state beside a file lists it; a folder saved again keeps files of before."""
-    state = path.with_name("state.json")
-    if path.suffix != ".arrow" or not state.exists():
+    if path.suffix != ".arrow":
         return True
-    about = parse_json(read_text(state), f"'{state}'")
-    checks.shaped(f"'{state}'", about, {"_data_files?": [{"filename": str}]})
-    files = about.get("_data_files")
+    shape = {"_data_files?": [{"filename": str}]}
+    files = read_shaped(path.with_name("state.json"), shape, {}).get("_data_files")
     return files is None or any(file["filename"] == path.name for file in files)
 
 

@@ -235,6 +235,14 @@ class Preprocessing(InputConfig):
         return Decoding(exif=self.exif, grey_bits=self.grey_bits)
 
 
+def check_rgb(what: str, channels: int, remedy: str) -> None:
+    """Check that a model takes the images of datasets, which are read in RGB."""
+    if channels != 3:
+        raise UserError(
+            f"{what} takes images of {channels} channels, but datasets are read in RGB; {remedy}"
+        )
+
+
 @dataclass(frozen=True)
 class AugmentConfig:
     """Augmentation of training images. The defaults are mild; recipes set every value.

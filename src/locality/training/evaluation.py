@@ -24,7 +24,7 @@ from locality import checks
 from locality.checkpoints.api import Classifier, open_model
 from locality.data import Batch, BatchLoader, DataSplits, ImageSource, eval_loader, open_data
 from locality.data.classes import class_difference, joinable, numbered
-from locality.data.config import DataConfig
+from locality.data.config import DataConfig, check_rgb
 from locality.data.datasets import renumber
 from locality.data.loader import translate_killed_worker
 from locality.errors import UserError, prefix_errors, some
@@ -88,11 +88,8 @@ def evaluate_opened(
             is damaged, logits are not finite, a graph is given a precision, or the model does not
             take 3 channels.
     """
-    if (channels := len(opened.preprocessing.mean)) != 3:
-        raise UserError(
-            f"{opened.name} takes images of {channels} channels, but datasets are read in RGB; "
-            f"`locality predict` converts images for models of 1 channel"
-        )
+    remedy = "`locality predict` converts images for models of 1 channel"
+    check_rgb(opened.name, len(opened.preprocessing.mean), remedy)
     checks.one_of("precision", precision, get_args(Precision))
     checks.integer("batch_size", batch_size, 1)
     device = torch.device(devices.resolve_accelerator(accelerator))

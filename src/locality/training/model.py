@@ -11,6 +11,7 @@ import torch
 
 from locality.checkpoints import load, load_weights
 from locality.checkpoints.resolve import read
+from locality.data.config import check_rgb
 from locality.errors import UserError, prefix_errors
 from locality.models import ImageClassifier, build
 from locality.models.config import to_2tuple
@@ -29,11 +30,7 @@ def settings_from_weights(weights: str, entry: str | None = None) -> dict[str, A
         UserError, FileNotFoundError: as `read`, or if the weights do not take 3 channels.
     """
     found = read(weights, entry=entry)
-    if (channels := found.config.in_chans) != 3:
-        raise UserError(
-            f"{weights} takes images of {channels} channels, but training reads them in RGB; start "
-            f"from weights for 3 channels"
-        )
+    check_rgb(weights, found.config.in_chans, "start from weights for 3 channels")
     name, fields = describe(found.config, found.name)
     height, width = to_2tuple(found.config.img_size)
     settings: dict[str, Any] = {

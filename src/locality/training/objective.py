@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from locality.checkpoints import open_model
 from locality.checkpoints.registry import SOURCES
 from locality.data.classes import class_difference, joinable, numbered
-from locality.data.config import AugmentConfig, InputConfig, Preprocessing
+from locality.data.config import AugmentConfig, InputConfig, Preprocessing, check_rgb
 from locality.errors import UserError, unknown
 from locality.models.variants import PREFIX
 from locality.training.config import ObjectiveConfig
@@ -175,7 +175,7 @@ def check_teacher(config: ObjectiveConfig) -> None:
         return
     if config.teacher_weights is not None and not Path(config.teacher_weights).is_file():
         raise UserError(f"objective.teacher_weights: there is no file {config.teacher_weights}")
-    if timm.is_model(_timm_name(config.teacher).partition(".")[0]):
+    if timm.is_model(config.teacher.removeprefix(PREFIX).partition(".")[0]):
         return
     if config.teacher_weights is not None:
         raise UserError(
@@ -191,10 +191,6 @@ def check_teacher(config: ObjectiveConfig) -> None:
     if "/" in config.teacher:
         raise UserError(f"objective.teacher: there is no run folder {config.teacher}")
     raise unknown("teacher", config.teacher, timm.list_models())
-
-
-def _timm_name(teacher: str) -> str:
-    return teacher.removeprefix(PREFIX)
 
 
 def load_teacher(
@@ -213,20 +209,17 @@ def load_teacher(
     assert config.teacher is not None
     model: nn.Module
     names: tuple[str, ...] | None = None
-    place, variant = config.teacher, None
+    place, variant, name = config.teacher, None, config.teacher.removeprefix(PREFIX)
     if config.teacher_weights is not None:
-        place, variant = config.teacher_weights, PREFIX + _timm_name(config.teacher)
+        place, variant = config.teacher_weights, PREFIX + name
     if place in SOURCES or Path(place).exists():
         opened = open_model(place, variant, config.teacher_entry)
         model, own, names = opened.module(), opened.preprocessing, joinable(opened.classes)
     else:
-        model = timm.create_model(_timm_name(config.teacher), pretrained=True)
+        model = timm.create_model(name, pretrained=True)
         wanted = timm.data.resolve_model_data_config(model)
         own = Preprocessing(wanted["input_size"][-2:], wanted["mean"], wanted["std"])
-    if len(own.mean) != 3:
-        raise UserError(
-            f"teacher '{config.teacher}' takes images of {len(own.mean)} channels; give one for RGB"
-        )
+    check_rgb(f"teacher '{config.teacher}'", len(own.mean), "give one for 3 channels")
     if names is not None:
         if set(classes) - set(names):
             raise UserError(
