@@ -17,7 +17,7 @@ PIP  := $(BIN)/python -m pip install --quiet --no-compile $(if $(TORCH_INDEX),--
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # A file's tests stay together: what they share is made once.
 TWO := --numprocesses 2 --dist loadfile
-# These fork processes that train, which torch allows only where nothing has trained before.
+# These fork processes that train, which torch allows only where nothing was compiled before.
 FORKING := tests/training/test_processes.py
 
 .PHONY: setup demo test test-slow coverage check format lint types bench pages docs dist release clean

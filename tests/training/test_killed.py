@@ -13,7 +13,6 @@ import pytest
 from locality.checkpoints.run_state import load_best_state
 from locality.errors import ProcessKilled
 from locality.training.loop import Loop
-from locality.training.processes import Collectives
 
 from .conftest import assert_same_run, tiny, train
 
@@ -46,26 +45,5 @@ def test_a_killed_loading_process_is_named_and_the_run_goes_on(method, tmp_path,
             train(config, tmp_path / "run")
     assert caught.value.exit_code == 137
     assert load_best_state(tmp_path / "run")["step"] >= 3
-    train(config, tmp_path / "run")
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_is_named_and_the_run_goes_on(rank, tmp_path, monkeypatch):
-    config = tiny(engine__devices=2, engine__strategy="ddp_fork")
-    train(config, tmp_path / "whole")
-    share = Collectives.all_reduce_metrics
-
-    def struck(self: Collectives, *arguments: Any) -> Any:
-        there = (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
-        if there and self._fabric.global_rank == rank:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return share(self, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Collectives, "all_reduce_metrics", struck)
-        with pytest.raises(ProcessKilled, match=f"rank {rank} .*{FROM_OUTSIDE}"):
-            train(config, tmp_path / "run")
     train(config, tmp_path / "run")
     assert_same_run(tmp_path / "run", tmp_path / "whole")

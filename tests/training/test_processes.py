@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 
 from locality.checkpoints.run_state import load_best_state
-from locality.errors import UserError
+from locality.errors import ProcessKilled, UserError
 from locality.training import NonFiniteLoss, RunFolder, devices
 from locality.training.loop import Loop
 from locality.training.objective import Objective
+from locality.training.processes import Collectives
 from locality.training.resolved_run import ResolvedRun
 
 from .conftest import assert_same_run, tiny, train, train_interrupted
 
-# Marked as a whole; the Makefile runs this file separately.
+# Marked as a whole; the Makefile runs this file separately, as every test that forks ranks:
+# once torch.compile has run in a process, its forks cannot train.
 pytestmark = pytest.mark.slow
 
 TWO = {"engine__devices": 2, "engine__strategy": "ddp_fork"}
@@ -109,3 +111,23 @@ def test_a_run_of_two_processes_can_go_on_in_one(tmp_path, stop_before):
     assert train(tiny(), tmp_path / "run")["steps"] == 8
     starts = RunFolder(tmp_path / "run").environment_file.read_text()
     assert starts.count('"step": 4') == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_named_and_the_run_goes_on(rank, tmp_path, monkeypatch):
+    config = tiny(**TWO)
+    train(config, tmp_path / "whole")
+    share = Collectives.all_reduce_metrics
+
+    def struck(self: Collectives, *arguments: Any) -> Any:
+        there = (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
+        if there and self._fabric.global_rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return share(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Collectives, "all_reduce_metrics", struck)
+        with pytest.raises(ProcessKilled, match=f"rank {rank} .*SIGKILL.*the same command resumes"):
+            train(config, tmp_path / "run")
+    train(config, tmp_path / "run")
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
