@@ -68,7 +68,11 @@ def reproduce(arguments: Sequence[str]) -> None:
 
     if options.list:
         rows = study.list_experiments(options.scale, options.runs)
-        print(json.dumps(rows, indent=2) if options.json else study.show_list(rows))
+        if options.json:
+            print(json.dumps(list(rows), indent=2))
+            return
+        for row in rows:
+            print(study.show_row(row), flush=True)
         return
     chosen = {name: of for name, of in vars(options).items() if name not in ("list", "json")}
     study.reproduce(**chosen)

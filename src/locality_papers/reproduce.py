@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,15 @@ from locality.figures.curves import draw, filled
 from locality.figures.style import figure_bytes
 from locality.files import check_output, read_json, write_atomic
 from locality.runner.executors import Executor, run_all
-from locality.runner.runs import Outcome, Run, run_cost, threads_per_run, with_needs, workload
+from locality.runner.runs import (
+    Outcome,
+    Run,
+    RunCost,
+    run_cost,
+    threads_per_run,
+    with_needs,
+    workload,
+)
 from locality.training.cost import format_duration
 from locality_papers import (  # noqa: F401 (they register)
     beyond,
@@ -116,9 +124,11 @@ def reproduce(
                 f"compares fractions, such as convit/table-2"
             )
     wanted = with_needs(run for spec in specs.values() for run in spec.runs)
+    about = f"{name} at scale {chosen.name}: {chosen.about}"
     if dry_run:
-        plan = workload(wanted, jobs, threads, each=True)
-        print(f"{name} at scale {chosen.name}: {chosen.about}\n{plan}")
+        # Timing the steps of large models takes minutes.
+        print(about, flush=True)
+        print(workload(wanted, jobs, threads, each=True))
         return []
     folder = Path(output) / chosen.name
     if recorded is not None and Path(recorded).exists():
@@ -130,7 +140,8 @@ def reproduce(
         _check_files(folder, item, len(planned))
     failures, ready = ({}, []) if finished else _split_by_data(chosen, wanted)
     if not (quiet or finished):
-        print(f"{name} at scale {chosen.name}: {chosen.about}\n{workload(ready, jobs, threads)}")
+        print(about, flush=True)
+        print(workload(ready, jobs, threads))
         if failures:
             print(f"{len(failures)} runs cannot start: {next(iter(failures.values()))}")
     outcomes = run_all(ready, jobs, executor, threads, quiet, _measure_when_done(specs.values()))
@@ -269,7 +280,7 @@ def write_experiment(
     return record
 
 
-def list_experiments(scale: str = "digits", runs: Path | str = RUNS) -> list[dict[str, Any]]:
+def list_experiments(scale: str = "digits", runs: Path | str = RUNS) -> Iterator[dict[str, Any]]:
     """All tables and figures with their scale, runs, remaining time here, and status.
 
     The time is estimated by a few training steps of one network per model name.
@@ -278,42 +289,36 @@ def list_experiments(scale: str = "digits", runs: Path | str = RUNS) -> list[dic
         scale: one of `SCALES`.
         runs: see `reproduce`.
 
-    Returns:
+    Yields:
         one dictionary per experiment: name, title, scale, runs, finished, seconds (remaining, one
         run at a time) and status.
     """
     chosen = get_scale(scale, Path(runs) / scale)
-    wanted = [(item, with_needs(item.build(chosen).runs)) for item in experiments().values()]
-    every = with_needs(run for _, needed in wanted for run in needed)
     # As many threads as `reproduce` gives a run.
-    threads = threads_per_run(jobs=2)
-    costs = {run.folder: run_cost(run, threads) for run in every}
-    rows = []
-    for item, needed in wanted:
-        own = [costs[run.folder] for run in needed]
-        waiting = [cost for cost in own if cost.state != "finished"]
+    threads, costs = threads_per_run(jobs=2), dict[Path, RunCost]()
+    for item in experiments().values():
+        needed = with_needs(item.build(chosen).runs)
+        for run in needed:
+            if run.folder not in costs:
+                costs[run.folder] = run_cost(run, threads)
+        waiting = [cost for run in needed if (cost := costs[run.folder]).state != "finished"]
         finished = len(needed) - len(waiting)
         state = f"{finished} of {len(needed)} runs" if finished else "not run"
-        rows.append(
-            {
-                "name": item.name,
-                "title": item.title,
-                "scale": scale,
-                "runs": len(needed),
-                "finished": finished,
-                "seconds": sum(cost.seconds for cost in waiting),
-                "status": state if waiting else "finished" if needed else "needs no runs",
-            }
-        )
-    return rows
+        yield {
+            "name": item.name,
+            "title": item.title,
+            "scale": scale,
+            "runs": len(needed),
+            "finished": finished,
+            "seconds": sum(cost.seconds for cost in waiting),
+            "status": state if waiting else "finished" if needed else "needs no runs",
+        }
 
 
-def show_list(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows of `list_experiments` as text."""
-    width = max(len(row["name"]) for row in rows)
-    return "\n".join(
-        f"{row['name']:{width}}  {row['runs']:4} runs  "
-        f"{format_duration(row['seconds']):>8}  "
+def show_row(row: Mapping[str, Any]) -> str:
+    """A row of `list_experiments` as text."""
+    width = max(map(len, experiments()))
+    return (
+        f"{row['name']:{width}}  {row['runs']:4} runs  {format_duration(row['seconds']):>8}  "
         f"{row['status']:18}  {row['title']}"
-        for row in rows
     )

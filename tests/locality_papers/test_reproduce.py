@@ -23,7 +23,7 @@ from locality_papers import published
 from locality_papers.commands import experiment_names
 from locality_papers.convit_tables import INGREDIENTS
 from locality_papers.measures import computed, summed_rate
-from locality_papers.reproduce import experiments, find, list_experiments, reproduce, show_list
+from locality_papers.reproduce import experiments, find, list_experiments, reproduce, show_row
 from locality_papers.scales import SCALES, Scale, get_scale
 from locality_papers.specs import Table, printed_row
 
@@ -277,12 +277,11 @@ def test_the_list_says_runs_and_status(tmp_path, monkeypatch):
     names = "convit/table-2", "convit/table-3", "cvt/table-2"
     few = {name: experiments()[name] for name in names}
     monkeypatch.setattr("locality_papers.reproduce.experiments", lambda: few)
-    rows = list_experiments("digits", tmp_path)
-    by_name = {row["name"]: row for row in rows}
+    by_name = {row["name"]: row for row in list_experiments("digits", tmp_path)}
     assert by_name["convit/table-2"]["runs"] == 64
     assert by_name["convit/table-2"]["status"] == "not run"
     assert by_name["cvt/table-2"]["status"] == "needs no runs"
-    assert re.search(r"convit/table-3 +112 runs", show_list(rows))
+    assert re.search(r"convit/table-3 +112 runs", show_row(by_name["convit/table-3"]))
 
 
 @pytest.mark.parametrize("row", ["b", "d", "f", "g"])
