@@ -106,6 +106,10 @@ def impulse(model: nn.Module) -> None:
                 # sin ω(j−Δ) and cos ω(j−Δ) for a key at j
                 k[row, sine] = k[row + 1, cosine] = scale * turn.cos()
                 k[row, cosine], k[row + 1, sine] = -scale * turn.sin(), scale * turn.sin()
+            for weight in (q, k):
+                # Rows that sum to zero ignore the mean that LayerNorm removes; the slowest sine,
+                # which balances them, is about 0.
+                weight[:, quarter - 1] -= weight.sum(dim=1)
 
 
 @torch.no_grad()
