@@ -30,7 +30,7 @@ MAX_SIDE = 32
 MAX_IMAGES = 20_000
 """Larger sets are subsampled evenly within each class."""
 
-ADVICE = "start from weights (locality finetune), or train it longer"
+ADVICE = "train it longer, or from weights of more images (locality finetune)"
 """For a model that is below a baseline."""
 
 BASELINES = "baselines.json"

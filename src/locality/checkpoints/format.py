@@ -172,7 +172,6 @@ def model_card(checkpoint: Checkpoint) -> str:
         library_name="locality",
         pipeline_tag=task,
         tags=[task, "vision-transformer"],
-        datasets=dataset,
         model_name=title,
         eval_results=results or None,
     )
