@@ -209,30 +209,10 @@ def _preprocessor(path: Path) -> Preprocessing | None:
         rescales = math.isclose(given.get("rescale_factor", 1 / 255), 1 / 255, rel_tol=1e-6)
         if not (given.get("do_resize", True) and given.get("do_rescale", True) and rescales):
             raise UserError("it must resize images and scale them to 0 … 1")
-        kind = str(given.get("image_processor_type"))
-        if kind.startswith(_OWN_ARITHMETIC):
-            raise UserError(f"{kind} prepares images in a way of its own, which is not supported")
-        size, (edge, width) = given.get("size"), _sides(given.get("size"))
-        convnext = "ConvNext" in kind
-        mode, wanted = "squash", _sides(given["crop_size"] if given.get("do_center_crop") else size)
-        if convnext and edge < _CONVNEXT_SQUASHES:
-            edge = width = int(edge / (given.get("crop_pct") or 224 / 256))
-            mode = "center"
-        elif not convnext and isinstance(size, dict) and "shortest_edge" in size:
-            mode = "center"
-            if not given.get("do_center_crop"):
-                raise UserError("without do_center_crop, images would differ in size; set it")
-        share = wanted[0] / edge
-        if math.floor(wanted[0] / share) < edge:
-            share = math.nextafter(share, 0)
-        if math.floor(wanted[1] / share) != width:
-            raise UserError(
-                f"it resizes to {edge}×{width} and crops to {wanted[0]}×{wanted[1]}; both sides "
-                f"must be cropped by the same share"
-            )
+        size, share, mode = _cropping(given)
         normalises = given.get("do_normalize", True)
         fields = {
-            "img_size": wanted,
+            "img_size": size,
             "mean": given["image_mean"] if normalises else (0.0,) * 3,
             "std": given["image_std"] if normalises else (1.0,) * 3,
             "interpolation": dict(enumerate(_RESAMPLE)).get(given["resample"], given["resample"]),
@@ -240,6 +220,36 @@ def _preprocessor(path: Path) -> Preprocessing | None:
             "crop_mode": mode,
         }
         return from_dict(Preprocessing, fields)
+
+
+def _cropping(given: Mapping[str, Any]) -> tuple[tuple[int, int], float, str]:
+    """Size, `crop_pct` and `crop_mode` of an image processor of transformers.
+
+    Raises:
+        UserError: if it prepares images in a way that these cannot express.
+    """
+    kind, cropped = str(given.get("image_processor_type")), given.get("do_center_crop")
+    if kind.startswith(_OWN_ARITHMETIC):
+        raise UserError(f"{kind} prepares images in a way of its own, which is not supported")
+    size, (edge, width) = given.get("size"), _sides(given.get("size"))
+    height, breadth = _sides(given["crop_size"] if cropped else size)
+    convnext, mode = "ConvNext" in kind, "squash"
+    if convnext and edge < _CONVNEXT_SQUASHES:
+        edge = width = int(edge / (given.get("crop_pct") or 224 / 256))
+        mode = "center"
+    elif not convnext and isinstance(size, dict) and "shortest_edge" in size:
+        mode = "center"
+        if not cropped:
+            raise UserError("without do_center_crop, images would differ in size; set it")
+    share = height / edge
+    if math.floor(height / share) < edge:
+        share = math.nextafter(share, 0)
+    if math.floor(breadth / share) != width:
+        raise UserError(
+            f"it resizes to {edge}×{width} and crops to {height}×{breadth}; both sides must be "
+            f"cropped by the same share"
+        )
+    return (height, breadth), share, mode
 
 
 def _sides(size: Any) -> tuple[int, int]:
