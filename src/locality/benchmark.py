@@ -280,11 +280,10 @@ def _contenders(
     model: ImageClassifier | str, size: int | None, against: str, device: torch.device
 ) -> dict[str, Any]:
     """The model and its peers on one device."""
-    # The exact GELU, as in transformers' CvT.
-    fields: dict[str, Any] = {"activation": "gelu"} if against == "transformers" else {}
-    if size is not None:
-        fields["img_size"] = size
+    fields = {} if size is None else {"img_size": size}
     ours = build(model if isinstance(model, str) else model.config, **fields)
+    if against == "transformers" and isinstance(ours, ConvolutionalVisionTransformer):
+        ours = build(ours.config, activation="gelu")  # the exact GELU, as in transformers
     ours.variant = model if isinstance(model, str) else model.variant
     randomise(ours)
     contenders: dict[str, nn.Module] = {"locality": ours, **peers(ours, against)}

@@ -151,6 +151,15 @@ def test_what_cannot_be_compared_is_refused(photos, tmp_path, changes, named):
         plan(asked(photos, **changes), tmp_path / "out", jobs=1)
 
 
+def test_what_cannot_be_started_is_said_before_any_run(photos, tmp_path, capsys):
+    image = next((photos / "dark").iterdir())
+    image.write_bytes(image.read_bytes()[:40])
+    with pytest.raises(UserError, match=image.name):
+        plan(asked(photos, folds=3, fractions=(1.0,)), tmp_path / "out", jobs=1)
+    assert main(["compare", str(photos), "--pretrained", "--models=nowhere/at/all"]) == 2
+    assert "no weights" in capsys.readouterr().err
+
+
 def words(photos, out, *more):
     return ["compare", str(photos), f"--models={','.join(MODELS)}", "--steps=3", "--seeds=2",
             "--fractions=0.5,1", f"--output={out}", "--jobs=1", "--threads=1", *more]  # fmt: skip

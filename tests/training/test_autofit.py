@@ -264,6 +264,8 @@ def test_one_word_trains_and_the_same_word_goes_on(tmp_path, monkeypatch, capsys
     assert read_run(["--config", str(folder / "config.yaml")])[0] == config
     assert main([*words[:2], "--minutes", "9", "--output", str(folder)]) == 0
     assert f"{config.schedule.length:g} steps" in capsys.readouterr().err
+    # Another model has another folder.
+    assert main([*words, "--model", "deit_nano", "--dry_run"]) == 0
 
 
 @pytest.mark.slow

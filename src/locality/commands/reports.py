@@ -105,6 +105,8 @@ def compare(arguments: Sequence[str]) -> int:
         names, missing = comparison.available(names or comparison.PRETRAINED)
         for sentence in missing:
             say(sentence)
+        if not names:
+            raise UserError("no weights can be opened; see above")
     asked = comparison.ComparisonSpec(data, tuple(names or comparison.SCRATCH), **chosen)
     length = f"{asked.minutes:g}min" if asked.minutes else f"{asked.steps}steps"
     kind = "-pretrained" if asked.pretrained else ""

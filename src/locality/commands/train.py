@@ -18,7 +18,7 @@ from locality.data.folder import place_name
 from locality.errors import UserError, printable, some, unknown
 from locality.files import check_output, read_yaml
 from locality.machine import is_main_process
-from locality.settings import Setting, flatten, replace, to_yaml
+from locality.settings import Setting, flatten, replace, to_dict, to_yaml
 from locality.templates import PAGE_MARK
 from locality.training.config import RunConfig, check_places, model_settings, read_config
 from locality.training.recipes import CUSTOM_DATA_RECIPES, RECIPES, describe, recipe
@@ -238,7 +238,7 @@ def resolve(
     on_images = name in CUSTOM_DATA_RECIPES and given.get("data.root") is not None
     if minutes is not None and not on_images:
         raise UserError("--minutes is for a custom dataset: locality train FOLDER")
-    lengths = [key for key in ("schedule.steps", "schedule.epochs") if given.get(key) is not None]
+    lengths = [key for key in _LENGTHS if given.get(key) is not None]
     if lengths and minutes is not None:
         raise UserError(f"--minutes and --{lengths[0]} exclude each other; give only one")
     weights = given.get("model.weights", recipe(name).model.weights)
@@ -254,13 +254,15 @@ def resolve(
     if output is None:
         length = f"{config.schedule.length:g}{config.schedule.unit}"
         length = length if span is None else f"{span:g}min"
-        folder = Path("runs", name, f"{place_name(given['data.root'])}-{length}-s{config.seed}")
+        what = [place_name(given["data.root"]), *([config.model.name] * ("model.name" in given))]
+        place = "-".join([*what, length, f"s{config.seed}"]).replace("/", "-")
+        folder = Path("runs", name, place)
     if is_run_folder(folder):
         begun = read_config(folder)
         if output is not None and minutes is not None and not quiet:
             planned = f"{begun.schedule.length:g} {begun.schedule.unit}"
             say(f"{folder} keeps its schedule of {planned}; use another --output for a new run")
-        return replace(begun, given), folder, None
+        return resumed(folder, given), folder, None
     check_places(config, folder)
     from locality.training.autofit import autofit
     from locality.training.model import settings_from_weights
@@ -271,19 +273,33 @@ def resolve(
     return chosen.config, folder, chosen
 
 
+_LENGTHS = ("schedule.steps", "schedule.epochs")
+
+
 def resumed(run: Path, given: Mapping[str, Any]) -> RunConfig:
-    """The configuration of a resumed run with changed settings; its schedule cannot change."""
+    """The configuration of a resumed run with changed settings; model and schedule cannot change.
+
+    Raises:
+        UserError: if they do, or for an invalid setting.
+    """
     begun = read_config(run)
-    config, planned = replace(begun, given), begun.schedule
-    if config.schedule != planned:
-        words = [word for name, value in given.items() for word in (f"--{name}", f"{value}")]
+    before = flatten(to_dict(begun))
+    changed = {name: value for name, value in given.items() if value != before.get(name)}
+    if "model.name" in changed:
+        raise UserError(f"{run} is a run of {begun.model.name}; use another --output")
+    if any(name.startswith("schedule.") for name in changed):
+        planned = begun.schedule
+        if changed.keys() & set(_LENGTHS):
+            changed = {name: None for name in _LENGTHS if before[name] is not None} | changed
+        texts = {name: "null" if value is None else f"{value}" for name, value in changed.items()}
+        words = [word for name, text in texts.items() for word in (f"--{name}", text)]
         raise UserError(
             f"{run} was planned for {planned.length:g} {planned.unit}, and a resumed run keeps "
             f"its schedule; to continue from its weights with another one, start a new run: "
             f"locality train --config {run / 'config.yaml'} --model.weights {run} "
             f"--output {run}-longer {shlex.join(words)}"
         )
-    return config
+    return replace(begun, given)
 
 
 def default_folder(config: RunConfig) -> Path:

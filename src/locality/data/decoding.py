@@ -176,7 +176,11 @@ def _open_image(file: IO[bytes], decoding: Decoding) -> ImageFile.ImageFile:
                 f"the image has more than {decoding.max_pixels:,} pixels"
             ) from error
         except Image.UnidentifiedImageError as error:
-            raise BadImage("the file is not an image of a known format") from error
+            reason = "the file is not an image of a known format"
+            file.seek(4)
+            if file.read(4) == b"ftyp" and not find_spec("pillow_heif"):
+                reason += "; pip install 'locality[heif]' reads HEIF"
+            raise BadImage(reason) from error
     # For each row, Pillow stores a pointer of the size of two pixels.
     if max(image.width, 3) * image.height > decoding.max_pixels:
         size = f"{image.width} × {image.height}"

@@ -285,7 +285,8 @@ def is_inside(folder: Path | str, path: str) -> bool:
 
 def outside_error(sentence: str, folder: Path) -> UserError:
     """The error for an image that a table names outside its folder."""
-    return UserError(f"{sentence}, outside of '{folder}'; set data.allow_outside to read it")
+    remedy = "set data.allow_outside, or --allow_outside of `data check`"
+    return UserError(f"{sentence}, outside of '{folder}'; {remedy}")
 
 
 def place_name(root: Path | str) -> str:

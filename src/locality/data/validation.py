@@ -299,7 +299,8 @@ def verify(source: ImageSource) -> str:
     if bad:
         raise UserError(
             f"{len(bad)} of {len(source):,} validation images cannot be read: {some(list(bad))} "
-            f"({next(iter(bad.values()))}); repair or remove them, or give --data.on_bad_image skip"
+            f"({next(iter(bad.values()))}); repair or remove them; `locality train` also takes "
+            f"--data.on_bad_image skip"
         )
     unused = _unused_bits(used := _most_used(bits))
     if _black(used):

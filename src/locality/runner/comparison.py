@@ -24,6 +24,7 @@ from locality.benchmark import inference, interleave
 from locality.checkpoints.run_state import BEST, LAST, PREVIOUS
 from locality.data import open_data
 from locality.data.sources import ImageFingerprint
+from locality.data.validation import verify
 from locality.errors import UserError, one_line, prefix_errors
 from locality.files import read_shaped, read_yaml, write_atomic
 from locality.layers.cpu import arithmetic_threads
@@ -157,6 +158,9 @@ def _choose_configs(spec: ComparisonSpec, jobs: int, threads: int) -> dict[str, 
     given |= {"data.workers": 0} if jobs > 1 else {}  # training uses all cores
     smallest = recipe(name, given | {"data.fraction": min(spec.fractions)}).data
     open_data(smallest, seed=0)  # fails if a class is empty
+    for number in range(spec.folds or 1):
+        fold = {"data.fold": (number, spec.folds)} if spec.folds else {}
+        verify(open_data(recipe(name, given | fold).data, seed=0).val)
     starts = {model: _start(spec, model) for model in spec.models}
     if spec.minutes is None:
         length = {"schedule.steps": spec.steps}
