@@ -78,17 +78,27 @@ def assert_same(one: Any, other: Any, where: str = "state") -> None:
 
 
 @pytest.fixture
-def stop_before(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Make the next runs receive a signal at the start of a step."""
+def before_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make the next runs act at the start of a step; None ends that."""
     original = Loop.train_step
 
-    def arrange(step: int | None, signum: int = signal.SIGTERM) -> None:
-        def interrupted(self: Loop, batches: Any) -> int:
+    def arrange(step: int | None, act: Any = None) -> None:
+        def acting(self: Loop, batches: Any) -> int:
             if self.state.step == step:
-                os.kill(os.getpid(), signum)
+                act()
             return original(self, batches)
 
-        monkeypatch.setattr(Loop, "train_step", original if step is None else interrupted)
+        monkeypatch.setattr(Loop, "train_step", acting)
+
+    return arrange
+
+
+@pytest.fixture
+def stop_before(before_step: Callable[..., None]) -> Callable[..., None]:
+    """Make the next runs receive a signal at the start of a step; None ends that."""
+
+    def arrange(step: int | None, signum: int = signal.SIGTERM) -> None:
+        before_step(step, lambda: os.kill(os.getpid(), signum))
 
     return arrange
 
@@ -97,3 +107,16 @@ def train_interrupted(config: RunConfig, folder: Path) -> Interrupted:
     with pytest.raises(Interrupted) as caught:
         train(config, folder)
     return caught.value
+
+
+@pytest.fixture
+def interrupt(stop_before: Callable[..., None]) -> Callable[..., Interrupted]:
+    """(configuration, folder, step, signal) → how a run ends that receives it at that step."""
+
+    def interrupted(config: RunConfig, folder: Path, *stop: int) -> Interrupted:
+        stop_before(*stop)
+        error = train_interrupted(config, folder)
+        stop_before(None)
+        return error
+
+    return interrupted

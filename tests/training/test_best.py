@@ -12,7 +12,7 @@ from locality.checkpoints.run_state import BEST, load_best_state, read_checkpoin
 from locality.training import RunFolder, load_run
 from locality.training.evaluation import evaluate_run
 
-from .conftest import assert_same, assert_same_run, tiny, train, train_interrupted
+from .conftest import assert_same, assert_same_run, tiny, train
 
 Plan = Callable[..., None]
 
@@ -58,14 +58,12 @@ def test_what_is_reported_is_what_an_evaluation_of_the_run_gives(tmp_path):
     assert evaluate_run(tmp_path)["top1"] == pytest.approx(result["top1"])
 
 
-def test_an_interrupted_run_keeps_the_same_best_weights(tmp_path, stop_before):
+def test_an_interrupted_run_keeps_the_same_best_weights(tmp_path, interrupt):
     config = tiny(schedule__eval_every=1, schedule__patience=3, optim__lr=0.05)
     whole, run = tmp_path / "whole", tmp_path / "run"
     expected = train(config, whole)
     for step in (1, 2, 3):
-        stop_before(step)
-        train_interrupted(config, run)
-    stop_before(None)
+        interrupt(config, run, step)
     result = train(config, run)
     assert_same_run(run, whole)
     assert (result["steps"], result["best_step"]) == (expected["steps"], expected["best_step"])

@@ -18,10 +18,9 @@ from locality.data import sources, validation
 from locality.errors import UserError
 from locality.training import RunConfig, dry_run, loop
 from locality.training import train as train_loudly
-from locality.training.loop import Loop
 
 from ..conftest import write_image
-from .conftest import assert_same_run, tiny, train, train_interrupted
+from .conftest import assert_same_run, tiny, train
 
 DAMAGED = b"\xff\xd8 no image"
 write = partial(write_image, size=(8, 8))
@@ -85,24 +84,17 @@ def test_many_validation_images_are_recognised_by_their_headers(
 )
 @pytest.mark.usefixtures("too_many")
 def test_an_image_that_is_damaged_on_the_way_costs_no_step(
-    part, changes, accumulate, photos, tmp_path, monkeypatch
+    part, changes, accumulate, photos, tmp_path, before_step
 ):
     """The image is named and progress is saved; after repair the run ends as undisturbed."""
     config = on(photos, engine__accumulate=accumulate, schedule__save_every=8, **changes)
     train(config, tmp_path / "undisturbed")
     file = photos / part / "ant/3.bmp"
     good, status = file.read_bytes(), file.stat()
-    original = Loop.train_step
-
-    def step(self: Loop, batches: Any) -> int:
-        if self.state.step == 2:
-            damage(file)
-        return original(self, batches)
-
-    monkeypatch.setattr(Loop, "train_step", step)
+    before_step(2, lambda: damage(file))
     with pytest.raises(UserError, match=re.escape(f"{part}/ant/3.bmp")):
         train(config, tmp_path / "run")
-    monkeypatch.setattr(Loop, "train_step", original)
+    before_step(None)
     reached = load_best_state(tmp_path / "run")["step"]
     assert reached == 3 if part == "val" else reached >= 2
     file.write_bytes(good)
@@ -131,18 +123,11 @@ def test_an_evaluation_that_fails_costs_no_step(photos, tmp_path, monkeypatch):
 @pytest.mark.parametrize("at_start", [True, False])
 @pytest.mark.usefixtures("too_many")
 def test_a_damaged_training_image_is_replaced_and_named(
-    at_start, photos, tmp_path, monkeypatch, capsys
+    at_start, photos, tmp_path, before_step, capsys
 ):
-    original = Loop.train_step
-
-    def step(self: Loop, batches: Any) -> int:
-        if self.state.step == 2:
-            damage(photos / "train/cat/7.bmp")
-        return original(self, batches)
-
     if at_start:
         damage(photos / "train/cat/7.bmp")
-    monkeypatch.setattr(Loop, "train_step", step)
+    before_step(2, lambda: damage(photos / "train/cat/7.bmp"))
     result = train_loudly(on(photos), tmp_path / "run")
     assert result["steps"] == 8
     assert "train/cat/7.bmp" in (tmp_path / "run" / "skipped.csv").read_text()
@@ -187,16 +172,14 @@ def replaced(photos: Path) -> None:
     ],
 )
 def test_a_run_is_not_resumed_on_other_images_unnoticed(
-    change, named, large, photos, tmp_path, stop_before, monkeypatch
+    change, named, large, photos, tmp_path, interrupt, monkeypatch
 ):
     """Small datasets are compared by content, large ones by size and modification time."""
     if large:
         monkeypatch.setattr(sources, "CONTENT_BYTES", 0)
         for number, file in enumerate(sorted(photos.rglob("*.bmp"))):
             os.utime(file, (10**9 + number, 10**9 + number))
-    stop_before(5)
-    train_interrupted(on(photos), tmp_path / "run")
-    stop_before(None)
+    interrupt(on(photos), tmp_path / "run", 5)
     change(photos)
     with pytest.raises(UserError, match=named):
         train(on(photos), tmp_path / "run")
@@ -205,11 +188,9 @@ def test_a_run_is_not_resumed_on_other_images_unnoticed(
         assert train(config, tmp_path / "run")["steps"] == 8
 
 
-def test_a_run_is_resumed_on_a_copy_of_its_images(photos, tmp_path, stop_before):
+def test_a_run_is_resumed_on_a_copy_of_its_images(photos, tmp_path, interrupt):
     train(on(photos), tmp_path / "undisturbed")
-    stop_before(5)
-    train_interrupted(on(photos), tmp_path / "run")
-    stop_before(None)
+    interrupt(on(photos), tmp_path / "run", 5)
     shutil.copytree(photos, tmp_path / "copy", copy_function=shutil.copyfile)
     shutil.rmtree(photos)
     train(on(tmp_path / "copy"), tmp_path / "run")

@@ -19,7 +19,7 @@ from locality.training import NonFiniteLoss
 from locality.training.objective import Objective
 from locality.training.processes import SIGNALS, SignalHandler
 
-from .conftest import assert_same, tiny, train, train_interrupted
+from .conftest import assert_same, tiny, train
 
 
 @pytest.mark.parametrize(
@@ -27,12 +27,11 @@ from .conftest import assert_same, tiny, train, train_interrupted
     [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138), (signal.SIGHUP, 129)],
 )
 def test_a_signal_stops_the_run_after_the_step_with_its_own_exit_code(
-    signum, code, tmp_path, stop_before
+    signum, code, tmp_path, interrupt
 ):
-    stop_before(4, signum)
     before = signal.signal(signum, signal.default_int_handler)  # under nohup, SIGHUP is ignored
     try:
-        interrupted = train_interrupted(tiny(), tmp_path / "run")
+        interrupted = interrupt(tiny(), tmp_path / "run", 4, signum)
     finally:
         signal.signal(signum, before)
     assert (interrupted.step, interrupted.exit_code) == (5, code)
@@ -97,7 +96,7 @@ def bad_loss(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize(("step", "value"), [(0, float("nan")), (4, float("inf"))])
-def test_a_bad_loss_stops_the_run_before_the_update(step, value, tmp_path, bad_loss, stop_before):
+def test_a_bad_loss_stops_the_run_before_the_update(step, value, tmp_path, bad_loss, interrupt):
     bad_loss({step}, value)
     with pytest.raises(NonFiniteLoss) as caught:
         train(tiny(), tmp_path / "run")
@@ -105,8 +104,7 @@ def test_a_bad_loss_stops_the_run_before_the_update(step, value, tmp_path, bad_l
     checkpoint = step // 3 * 3
     if checkpoint:
         bad_loss(set())
-        stop_before(checkpoint - 1)
-        train_interrupted(tiny(), tmp_path / "reference")
+        interrupt(tiny(), tmp_path / "reference", checkpoint - 1)
         found, expected = (load_best_state(tmp_path / name) for name in ("run", "reference"))
         for part in ("model", "optimizer", "step"):
             assert_same(found[part], expected[part])

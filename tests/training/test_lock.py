@@ -11,12 +11,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from locality.errors import RunFailed, UserError
-from locality.training.loop import Loop
 from locality.training.run_folder import FolderLock
 
 from .conftest import tiny, train
@@ -80,19 +78,12 @@ def test_what_is_left_of_a_run_is_waited_for(tmp_path):
         killer.wait()
 
 
-def test_a_run_whose_folder_was_moved_writes_nothing_to_the_next(tmp_path, monkeypatch):
+def test_a_run_whose_folder_was_moved_writes_nothing_to_the_next(tmp_path, before_step):
     folder, moved = tmp_path / "run", tmp_path / "moved"
-    step = Loop.train_step
-
-    def renamed(self: Loop, batches: Any) -> int:
-        if self.state.step == 4 and not moved.exists():
-            folder.rename(moved)
-            shutil.copytree(moved, folder)
-        return step(self, batches)
-
-    monkeypatch.setattr(Loop, "train_step", renamed)
+    before_step(4, lambda: shutil.copytree(folder.rename(moved), folder))
     with pytest.raises(RunFailed, match="was moved"):
         train(tiny(), folder)
     assert (folder / "metrics.csv").read_text() == (moved / "metrics.csv").read_text()
     assert not (folder / "result.json").exists()
+    before_step(None)
     assert train(tiny(), moved)["steps"] == 8

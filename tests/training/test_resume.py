@@ -20,23 +20,20 @@ from locality.training.loop import Loop
 from .conftest import EVERYTHING, assert_same_run, tiny, train, train_interrupted
 
 STEPS = 8
-Stop = Callable[..., None]
+Interrupt = Callable[..., Interrupted]
 
 
-def run_in_pieces(config: RunConfig, folder: Path, stops: list[int], stop: Stop) -> None:
+def run_in_pieces(config: RunConfig, folder: Path, stops: list[int], interrupt: Interrupt) -> None:
     for step in stops:
-        stop(step)
-        interrupted = train_interrupted(config, folder)
-        assert interrupted.step == step + 1
-        assert interrupted.exit_code == 143
-    stop(None)
+        interrupted = interrupt(config, folder, step)
+        assert (interrupted.step, interrupted.exit_code) == (step + 1, 143)
     train(config, folder)
 
 
-def assert_exact(config: RunConfig, folder: Path, stops: list[int], stop: Stop) -> None:
+def assert_exact(config: RunConfig, folder: Path, stops: list[int], interrupt: Interrupt) -> None:
     """A run stopped at these steps is the run that was not."""
     train(config, folder / "whole")
-    run_in_pieces(config, folder / "run", stops, stop)
+    run_in_pieces(config, folder / "run", stops, interrupt)
     assert_same_run(folder / "run", folder / "whole")
 
 
@@ -53,18 +50,18 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "step",
     [pytest.param(n, marks=() if n in (0, 3, 7) else pytest.mark.slow) for n in range(STEPS)],
 )
-def test_resuming_after_any_step_is_exact(step, tmp_path, tmp_path_factory, stop_before):
+def test_resuming_after_any_step_is_exact(step, tmp_path, tmp_path_factory, interrupt):
     config = tiny(**{name.replace(".", "__"): value for name, value in EVERYTHING.items()})
     whole = tmp_path_factory.getbasetemp() / "whole"
     if not whole.exists():
         train(config, whole)
-    run_in_pieces(config, tmp_path / "run", [step], stop_before)
+    run_in_pieces(config, tmp_path / "run", [step], interrupt)
     assert_same_run(tmp_path / "run", whole)
 
 
 @pytest.mark.parametrize(("steps", "workers"), [(3, 2), (21, 0)])
 def test_a_run_whose_length_changes_after_warm_up_is_one_that_always_had_it(
-    steps: int, workers: int, tmp_path: Path, stop_before: Stop
+    steps: int, workers: int, tmp_path: Path, stop_before: Callable[..., None]
 ) -> None:
     # The first evaluation is due when warm-up ends.
     planned = tiny(data__workers=workers, schedule__patience=STEPS, schedule__eval_every=2)
@@ -119,8 +116,8 @@ SLOW = [
 @pytest.mark.parametrize(
     "changes", [*FAST, *(pytest.param(c, marks=pytest.mark.slow) for c in SLOW if c not in FAST)]
 )
-def test_resuming_is_exact_whatever_is_on(changes, tmp_path, stop_before):
-    assert_exact(replace(tiny(), changes), tmp_path, [1, 5], stop_before)
+def test_resuming_is_exact_whatever_is_on(changes, tmp_path, interrupt):
+    assert_exact(replace(tiny(), changes), tmp_path, [1, 5], interrupt)
 
 
 @pytest.fixture
@@ -138,25 +135,23 @@ def half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("half_precision")
-def test_resuming_is_exact_in_half_precision(tmp_path, stop_before):
-    assert_exact(tiny(optim__clip_grad=1.0), tmp_path, [1, 5], stop_before)
+def test_resuming_is_exact_in_half_precision(tmp_path, interrupt):
+    assert_exact(tiny(optim__clip_grad=1.0), tmp_path, [1, 5], interrupt)
     scaler = load_best_state(tmp_path / "run")["scaler"]
     assert scaler["scale"] < 2.0**19 and scaler["growth_interval"] == 2
 
 
-def test_resuming_is_exact_when_distilling(tmp_path, stop_before):
+def test_resuming_is_exact_when_distilling(tmp_path, interrupt):
     train(tiny(schedule__steps=3), tmp_path / "teacher")
     config = tiny(objective__teacher=str(tmp_path / "teacher"), augment__mixup=0.8)
-    assert_exact(config, tmp_path, [3], stop_before)
+    assert_exact(config, tmp_path, [3], interrupt)
 
 
-def test_the_number_of_workers_may_change_between_resumes(tmp_path, stop_before):
+def test_the_number_of_workers_may_change_between_resumes(tmp_path, interrupt):
     config = replace(tiny(), EVERYTHING)
     train(config, tmp_path / "whole")
     for workers, step in ((2, 1), (0, 3), (1, 6)):
-        stop_before(step)
-        train_interrupted(replace(config, {"data.workers": workers}), tmp_path / "run")
-    stop_before(None)
+        interrupt(replace(config, {"data.workers": workers}), tmp_path / "run", step)
     train(config, tmp_path / "run")
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
@@ -190,31 +185,27 @@ def test_an_evaluation_that_was_interrupted_is_made_up_for(tmp_path, whole, monk
     ids=["deleted", "changed", "emptied", "replaced", "grown", "damaged"],
 )
 def test_the_rows_of_metrics_are_those_of_the_checkpoint(
-    change, notes, tmp_path, whole, stop_before, capsys
+    change, notes, tmp_path, whole, interrupt, capsys
 ):
-    stop_before(4)
-    train_interrupted(tiny(), tmp_path / "run")
+    interrupt(tiny(), tmp_path / "run", 4)
     metrics = tmp_path / "run" / "metrics.csv"
     before = metrics.read_text()
     metrics.unlink()
     if change is not None:
         metrics.write_text(change(before))
         assert metrics.read_text() != before
-    stop_before(None)
     training.train(tiny(), tmp_path / "run")
     assert capsys.readouterr().err.count("metrics.csv") == notes
     assert_same_run(tmp_path / "run", whole)
 
 
-def test_a_configuration_that_is_not_the_checkpoints_is_refused(tmp_path, stop_before):
-    stop_before(4)
-    train_interrupted(tiny(), tmp_path / "run")
+def test_a_configuration_that_is_not_the_checkpoints_is_refused(tmp_path, interrupt):
+    interrupt(tiny(), tmp_path / "run", 4)
     run = RunFolder(tmp_path / "run")
     text = run.config_file.read_text()
     run.config_file.write_text(
         text.replace("lr: 0.0062", "lr: 0.001").replace("clip_grad: null", "clip_grad: 1")
     )
-    stop_before(None)
     with pytest.raises(UserError, match=r"config\.yaml.*optim\.lr"):
         train(run.read_config(), tmp_path / "run")
     # Settings that may differ on resuming may be edited.

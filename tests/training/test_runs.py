@@ -14,9 +14,7 @@ from safetensors.torch import load_file
 
 from locality.checkpoints import save
 from locality.checkpoints.registry import is_run_folder
-from locality.checkpoints.run_state import (
-    load_best_state,
-)
+from locality.checkpoints.run_state import load_best_state
 from locality.errors import UserError
 from locality.settings import from_yaml
 from locality.training import RunFolder, evaluate_run, initial_model, load_run
@@ -28,7 +26,7 @@ from locality.training.recorder import Recorder
 from locality.training.resolved_run import ResolvedRun
 from locality.training.state import TrainState
 
-from .conftest import tiny, train, train_interrupted
+from .conftest import tiny, train
 
 
 @pytest.fixture(scope="module")
@@ -159,12 +157,10 @@ def test_a_run_starts_from_a_file_of_weights(tmp_path):
             assert torch.equal(value, donor.state_dict()[name])
 
 
-def test_a_resumed_run_no_longer_needs_the_weights_it_started_from(tmp_path, stop_before):
+def test_a_resumed_run_no_longer_needs_the_weights_it_started_from(tmp_path, interrupt):
     save(build_model(tiny(seed=7), 10), tmp_path / "weights")
     config = tiny(model__weights=str(tmp_path / "weights"))
-    stop_before(4)
-    train_interrupted(config, tmp_path / "run")
-    stop_before(None)
+    interrupt(config, tmp_path / "run", 4)
     shutil.rmtree(tmp_path / "weights")
     assert train(config, tmp_path / "run")["steps"] == 8
     assert train(config, tmp_path / "run")["steps"] == 8

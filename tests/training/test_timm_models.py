@@ -15,7 +15,7 @@ from locality.errors import UserError
 from locality.models import build
 from locality.training import RunConfig, load_run, recipe, replace
 
-from .conftest import SHORT, assert_same_run, train, train_interrupted
+from .conftest import SHORT, assert_same_run, train
 
 NAME = "timm/test_resnet"
 
@@ -26,13 +26,11 @@ def resnet(name: str = NAME, **changes: object) -> RunConfig:
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_to_the_same_bits(tmp_path, stop_before):
+def test_a_killed_run_goes_on_to_the_same_bits(tmp_path, interrupt):
     # Running statistics and their average are part of the state.
     config = resnet(**{"engine.ema_decay": 0.9, "engine.max_bad_losses": 1, "augment.mixup": 0.8})
     train(config, tmp_path / "whole")
-    stop_before(4)
-    train_interrupted(config, tmp_path / "run")
-    stop_before(None)
+    interrupt(config, tmp_path / "run", 4)
     train(config, tmp_path / "run")
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
