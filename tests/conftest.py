@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import shutil
 import signal
@@ -16,6 +17,7 @@ from hypothesis import settings
 from PIL import Image
 from torch import nn
 
+from locality.cli import main
 from locality.data import datasets
 from locality.runner.executors import execute
 from locality.runner.runs import Outcome, Run, content_folder
@@ -92,6 +94,20 @@ def tiny_config_fixture():
 def tiny_run_fixture():
     """(root, model, seed, settings) → a three-step run in a folder named after its content."""
     return tiny_run
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]):
+    """Run a command that ends with `code`; what it printed, as `out` and `err`."""
+
+    def run(*words: object, code: int = 0):
+        capsys.readouterr()
+        found = main([str(word) for word in words])
+        printed = capsys.readouterr()
+        assert found == code, printed.err
+        return printed
+
+    return run
 
 
 def write_image(path: Path, seed: int = 0, size: tuple[int, int] = (12, 10)) -> Path:
@@ -221,12 +237,11 @@ def browser():
 @pytest.fixture
 def open_page(browser):
     """Open a file offline; fail on script errors and requests."""
-    contexts, complaints = [], []
+    complaints = []
 
     def opened(path, width=1200, height=900):
-        context = browser.new_context(viewport={"width": width, "height": height}, offline=True)
-        contexts.append(context)
-        page = context.new_page()
+        viewport = {"width": width, "height": height}
+        page = pages.enter_context(browser.new_page(viewport=viewport, offline=True))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on(
             "request",
@@ -238,9 +253,8 @@ def open_page(browser):
         page.outside = lambda: page.evaluate(OUTSIDE)
         return page
 
-    yield opened
-    for context in contexts:
-        context.close()
+    with contextlib.ExitStack() as pages:
+        yield opened
     assert complaints == []
 
 

@@ -10,7 +10,6 @@ import torch
 from PIL import Image
 
 import locality
-from locality.cli import main
 from locality.data import DataConfig, open_data
 from locality.errors import UserError
 
@@ -37,10 +36,9 @@ def run(images):
     return locality.fit(images, "convit_nano", output=folder, quiet=True, **BY_KEYWORD)
 
 
-def test_it_is_the_run_of_the_command(images, run, tmp_path):
+def test_it_is_the_run_of_the_command(images, run, tmp_path, cli):
     words = [f"--{name}={json.dumps(value)}" for name, value in SHORT.items()]
-    words += ["--model=convit_nano", f"--output={tmp_path / 'run'}", "--quiet"]
-    assert main(["train", str(images), *words]) == 0
+    cli("train", images, *words, "--model=convit_nano", "--output", tmp_path / "run", "--quiet")
     for file in ("config.yaml", "metrics.csv", "predictions.csv"):
         assert (tmp_path / "run" / file).read_bytes() == (run.folder / file).read_bytes(), file
 
@@ -71,7 +69,7 @@ def test_it_classifies_files_folders_lists_arrays_and_tensors(images, run):
         run.predict(np.zeros((2, 3, 4, 5, 6)))
 
 
-def test_files_are_decoded_as_the_run_was(images, tmp_path, capsys):
+def test_files_are_decoded_as_the_run_was(images, tmp_path, cli):
     options = BY_KEYWORD | {"data__exif": True, "output": tmp_path / "run", "quiet": True}
     options |= {"data__max_pixels": 10_000}
     picture = Image.open(next(images.rglob("*.png"))).convert("RGB")
@@ -85,20 +83,17 @@ def test_files_are_decoded_as_the_run_was(images, tmp_path, capsys):
     Image.new("RGB", (300, 300)).save(tmp_path / "large.png")
     with pytest.raises(UserError, match="10,000"):
         run.predict(tmp_path / "large.png")
-    assert not main(["convert", str(run.folder), str(tmp_path / "saved")])
+    cli("convert", run.folder, tmp_path / "saved")
     for model in (run.folder, tmp_path / "saved"):
-        capsys.readouterr()
-        words = ["predict", str(tmp_path / "held.png"), "--model", str(model), "--json"]
-        assert main(words) == 0
-        assert json.loads(capsys.readouterr().out)[0]["classes"] == pytest.approx(found.classes)
+        said = cli("predict", tmp_path / "held.png", "--model", model, "--json").out
+        assert json.loads(said)[0]["classes"] == pytest.approx(found.classes)
 
 
-def test_it_answers_as_the_commands_do(images, run, capsys):
+def test_it_answers_as_the_commands_do(images, run, cli):
     result = run.evaluate()
     assert result["top1"] == pytest.approx(run.result["top1"])
     file = next(images.rglob("*.png"))
-    assert main(["predict", str(file), "--model", str(run.folder), "--json"]) == 0
-    (answer,) = json.loads(capsys.readouterr().out)
+    (answer,) = json.loads(cli("predict", file, "--model", run.folder, "--json").out)
     found = run.predict(file)
     assert found.classes == pytest.approx(answer["classes"])
     assert run.predict(Image.open(file)).classes == found.classes

@@ -118,29 +118,27 @@ def test_python_opens_the_same(inputs, given, graph):
 
 
 @pytest.mark.slow
-def test_a_graph_is_evaluated_as_the_model(given, tmp_path, capsys):
+def test_a_graph_is_evaluated_as_the_model(given, tmp_path, cli):
     opened, results = open_model(given / "run"), []
     about = {"preprocessing": opened.preprocessing, "classes": opened.classes}
     graph = export(opened.module(), tmp_path / "graph.onnx", **about)
-    for model in ([str(given / "run")], [str(graph), "--data.dataset", "digits"]):
-        assert main(["eval", *model, "--json"]) == 0
-        results.append(json.loads(capsys.readouterr().out))
+    for model in ([given / "run"], [graph, "--data.dataset", "digits"]):
+        results.append(json.loads(cli("eval", *model, "--json").out))
     assert results[1] == results[0] | {"loss": pytest.approx(results[0]["loss"], rel=1e-4)}
-    assert main(["eval", str(graph), "--precision", "bf16-mixed"]) == 2
+    cli("eval", graph, "--precision", "bf16-mixed", code=2)
 
 
-def test_settings_reach_every_opener(inputs, given, capsys):
+def test_settings_reach_every_opener(inputs, given, cli):
     model = locality.load(inputs["saved"], settings={"drop_rate": 0.5})
     assert model.config.drop_rate == 0.5
     with pytest.raises(UserError, match="drop_rate"):
         locality.load(inputs["run"], settings={"drop_rat": 0.5})
-    image = str(given / "image.png")
-    words = ["predict", image, "--model", inputs["file"], "--set", "num_heads=2"]
-    assert main(words) == 2 and inputs["file"] in capsys.readouterr().err
+    words = ["predict", given / "image.png", "--model", inputs["file"], "--set", "num_heads=2"]
+    assert inputs["file"] in cli(*words, code=2).err
 
 
 @pytest.mark.parametrize("command", ["predict", "eval", "explore"])
-def test_weights_that_overflow_name_no_class(command, tmp_path, capsys):
+def test_weights_that_overflow_name_no_class(command, tmp_path, cli):
     model = locality.create_model("convit_nano")
     with torch.no_grad():
         model.head.bias.add_(1)
@@ -148,14 +146,13 @@ def test_weights_that_overflow_name_no_class(command, tmp_path, capsys):
             parameter.mul_(1e30)
     saved, image = save(model, tmp_path / "saved"), tmp_path / "photo.png"
     Image.radial_gradient("L").save(image)
-    assert main(COMMANDS[command](str(saved), str(image), str(tmp_path))) == 2
-    printed = capsys.readouterr()
+    printed = cli(*COMMANDS[command](saved, image, tmp_path), code=2)
     assert not printed.out and "finite" in printed.err
 
 
-def test_weights_for_grey_images_are_said_not_to_fit_datasets(tmp_path, capsys):
+def test_weights_for_grey_images_are_said_not_to_fit_datasets(tmp_path, cli):
     grey = Preprocessing(8, (0.4,), (0.3,))
     saved = save(locality.create_model("convit_nano", in_chans=1), tmp_path, preprocessing=grey)
-    assert main(["eval", str(saved), *DIGITS]) == 2 and "RGB" in capsys.readouterr().err
+    assert "RGB" in cli("eval", saved, *DIGITS, code=2).err
     with pytest.raises(UserError, match="RGB"):
         settings_from_weights(str(saved))

@@ -39,95 +39,74 @@ def images(tmp_path_factory):
     return folder
 
 
-def test_eval_repeats_the_runs_own_accuracy(run, capsys):
-    assert main(["eval", str(run), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_eval_repeats_the_runs_own_accuracy(run, cli):
+    found = json.loads(cli("eval", run, "--json").out)
     assert found["top1"] == pytest.approx(RunFolder(run).read_result()["top1"], abs=0.3)
     assert found["n"] == RunFolder(run).read_result()["val_images"]
 
 
-def test_pages_lie_in_what_they_are_of(run, images, tmp_path, capsys, monkeypatch):
+def test_pages_lie_in_what_they_are_of(run, images, tmp_path, cli, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["report", str(run)]) == 0
-    assert Path(capsys.readouterr().out.strip()) == run.absolute() / "report.html"
+    assert Path(cli("report", run).out.strip()) == run.absolute() / "report.html"
     assert "convit_nano" in (run / "report.html").read_text()
-    assert main(["explore", str(run), "--images", str(images)]) == 0
-    assert Path(capsys.readouterr().out.strip()) == run.absolute() / "explorer.html"
-    assert main(["report", str(run), "--output", "here.html"]) == 0
-    assert Path(capsys.readouterr().out.strip()) == tmp_path / "here.html"
+    shown = cli("explore", run, "--images", images).out
+    assert Path(shown.strip()) == run.absolute() / "explorer.html"
+    here = cli("report", run, "--output", "here.html").out
+    assert Path(here.strip()) == tmp_path / "here.html"
 
 
-def test_predictions_are_written_to_a_table(run, images, tmp_path, capsys):
-    words = ["predict", str(images), "--model", str(run), "--output"]
-    assert main([*words, "-"]) == 0
-    table = capsys.readouterr().out
-    file = tmp_path / "pred.csv"
-    assert main([*words, str(file)]) == 0
-    assert capsys.readouterr().out.strip() == str(file) and file.read_text() == table
+def test_predictions_are_written_to_a_table(run, images, tmp_path, cli):
+    words = ["predict", images, "--model", run, "--output"]
+    table, file = cli(*words, "-").out, tmp_path / "pred.csv"
+    assert cli(*words, file).out.strip() == str(file) and file.read_text() == table
     first = next(images.glob("*"))
     before = first.read_bytes()
-    assert main([*words, str(first)]) == 2  # images are not overwritten
+    cli(*words, first, code=2)  # images are not overwritten
     assert first.read_bytes() == before
 
 
 def test_predict_takes_the_model_first_patterns_and_a_file_for_the_table(
-    run, images, tmp_path, capsys, monkeypatch
+    run, images, tmp_path, cli, monkeypatch
 ):
-    assert main(["predict", str(images), "--model", str(run), "--output", "-"]) == 0
-    table = capsys.readouterr().out
-    for given in ([str(images)], [f"{images}/*.png"], [f"{images}/0.png", f"{images}/[12].png"]):
-        assert main(["predict", str(run), *given, "--output", "-"]) == 0
-        assert capsys.readouterr().out == table
-    assert main(["predict", str(run), str(images), "--output", str(tmp_path / "p.csv")]) == 0
+    table = cli("predict", images, "--model", run, "--output", "-").out
+    for given in ([images], [f"{images}/*.png"], [f"{images}/0.png", f"{images}/[12].png"]):
+        assert cli("predict", run, *given, "--output", "-").out == table
+    cli("predict", run, images, "--output", tmp_path / "p.csv")
     assert (tmp_path / "p.csv").read_text() == table
     stream = io.TextIOWrapper(io.BytesIO((images / "0.png").read_bytes()))
     monkeypatch.setattr("sys.stdin", stream)
-    capsys.readouterr()
-    assert main(["predict", str(run), "-", "--output", "-"]) == 0
-    assert (
-        capsys.readouterr().out.splitlines()[1].split(",")[1:]
-        == table.splitlines()[1].split(",")[1:]
-    )
+    alone = cli("predict", run, "-", "--output", "-").out
+    assert alone.splitlines()[1].split(",")[1:] == table.splitlines()[1].split(",")[1:]
 
 
-def test_the_end_of_a_run_says_what_to_type_and_that_works(tmp_path, capsys):
-    words = ["train", "digits", "--output", str(tmp_path / "a run"), *SHORT_WORDS[:-1]]
-    assert main(words) == 0
-    said = capsys.readouterr().err
+def test_the_end_of_a_run_says_what_to_type_and_that_works(tmp_path, cli):
+    said = cli("train", "digits", "--output", tmp_path / "a run", *SHORT_WORDS[:-1]).err
     commands = [line.split("locality ")[1] for line in said.splitlines() if "next  " in line]
     assert len(commands) == 3
     for command in commands:
-        assert main(shlex.split(command)) == 0
+        cli(*shlex.split(command))
 
 
-def test_training_again_changes_nothing_and_all_differences_are_named(run, capsys):
+def test_training_again_changes_nothing_and_all_differences_are_named(run, cli):
     before = (run / "result.json").read_bytes()
-    assert main(["train", "digits", "--output", str(run), *SHORT_WORDS]) == 0
+    again = ["train", "digits", "--output", run, *SHORT_WORDS]
+    cli(*again)
     assert (run / "result.json").read_bytes() == before
     changed = ["--optim.lr=0.1", "--augment.affine=3", "--seed=9"]
-    assert main(["train", "digits", "--output", str(run), *SHORT_WORDS, *changed]) == 2
-    error = capsys.readouterr().err
-    assert all(name in error for name in ("optim.lr", "augment.affine", "seed"))
-    assert main(["train", "--resume", str(run), *changed, "--schedule.steps=9"]) == 2
-    error = capsys.readouterr().err
-    assert all(name in error for name in ("optim.lr", "augment.affine", "seed"))
+    for words in (again, ["train", "--resume", run, "--schedule.steps=9"]):
+        error = cli(*words, *changed, code=2).err
+        assert all(name in error for name in ("optim.lr", "augment.affine", "seed"))
 
 
-def test_eval_of_converted_weights_is_eval_of_the_run(run, tmp_path, capsys):
-    saved = tmp_path / "saved"
-    assert main(["convert", str(run), str(saved)]) == 0
-    capsys.readouterr()
-    found = []
-    for words in ([str(run)], [str(saved), "--data", "digits"]):
-        assert main(["eval", *words, "--json"]) == 0
-        found.append(json.loads(capsys.readouterr().out)["top1"])
-    assert found[0] == found[1]
+def test_eval_of_converted_weights_is_eval_of_the_run(run, tmp_path, cli):
+    cli("convert", run, tmp_path / "saved")
+    converted = json.loads(cli("eval", tmp_path / "saved", "--data", "digits", "--json").out)
+    assert converted["top1"] == json.loads(cli("eval", run, "--json").out)["top1"]
 
 
-def test_dry_run_prints_the_cost_and_writes_nothing(tmp_path, capsys):
-    words = ["train", "digits", "--output", str(tmp_path / "run"), "--dry_run"]
-    assert main([*words, "--images_per_second=1000"]) == 0
-    text = capsys.readouterr().out
+def test_dry_run_prints_the_cost_and_writes_nothing(tmp_path, cli):
+    words = ["train", "digits", "--output", tmp_path / "run", "--dry_run"]
+    text = cli(*words, "--images_per_second=1000").out
     assert "201,914" in text and "76,800" in text  # parameters, images
     assert not (tmp_path / "run").exists()
 
@@ -154,24 +133,21 @@ def test_the_models_settings_in_a_group_are_all_of_them(tmp_path):
     assert config.model.overrides == {"depth": 2}
 
 
-def test_data_check(tmp_path, class_folders, capsys):
+def test_data_check(tmp_path, class_folders, cli):
     counts = {"train/cat": 1, "train/dog": 1, "val/cat": 1, "val/dog": 1}
     folder = class_folders(tmp_path / "images", counts)
-    assert main(["data", "check", str(folder), "--quiet", "--workers=1"]) == 0
+    cli("data", "check", folder, "--quiet", "--workers=1")
     rows = [f"{file.relative_to(tmp_path)},{file.parent.name}\n" for file in folder.rglob("*.png")]
     (tmp_path / "labels.csv").write_text("".join(rows))
-    assert main(["data", "check", str(tmp_path), "--quiet", "--workers=1"]) == 0
-    assert "2 classes" in capsys.readouterr().out
+    assert "2 classes" in cli("data", "check", tmp_path, "--quiet", "--workers=1").out
     (folder / "train" / "cat" / "b.png").write_bytes(b"not an image")
-    assert main(["data", "check", str(folder), "--quiet", "--workers=1"]) == 1
-    assert "b.png" in capsys.readouterr().out
+    assert "b.png" in cli("data", "check", folder, "--quiet", "--workers=1", code=1).out
 
 
 @pytest.mark.slow
-def test_the_demo_ends_in_a_report(tmp_path, capsys):
-    assert main(["demo", "--output", str(tmp_path / "demo"), "--steps=40"]) == 0
+def test_the_demo_ends_in_a_report(tmp_path, cli):
+    assert "report.html" in cli("demo", "--output", tmp_path / "demo", "--steps=40").out
     assert (tmp_path / "demo" / "report.html").stat().st_size > 50_000
-    assert "report.html" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -212,15 +188,14 @@ def test_a_file_may_name_the_recipe_but_not_another_one(tmp_path):
         read_run(["digits", "--config", str(file)])
 
 
-def test_options_of_eval_change_the_runs_own_data(run, capsys):
-    assert main(["eval", str(run), "--data.val_fraction", "0.5", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["n"] > RunFolder(run).read_result()["val_images"]
+def test_options_of_eval_change_the_runs_own_data(run, cli):
+    found = json.loads(cli("eval", run, "--data.val_fraction", "0.5", "--json").out)
+    assert found["n"] > RunFolder(run).read_result()["val_images"]
 
 
-def test_eval_refuses_classes_of_other_names(run, class_folders, tmp_path, capsys):
+def test_eval_refuses_classes_of_other_names(run, class_folders, tmp_path, cli):
     class_folders(tmp_path / "val", dict.fromkeys("abcdefghij", 1))
-    assert main(["eval", str(run), str(tmp_path / "val"), "--json"]) == 2
-    said = capsys.readouterr().err
+    said = cli("eval", run, tmp_path / "val", "--json", code=2).err
     assert "'0'" in said and "'a'" in said
 
 
@@ -238,41 +213,34 @@ def some_bad(images, tmp_path):
     return folder
 
 
-def test_predict_names_bad_files_and_classifies_the_others(run, some_bad, capsys):
-    assert main(["predict", str(some_bad), "--model", str(run), "--output", "-"]) == 1
-    captured = capsys.readouterr()
-    rows = list(csv.DictReader(captured.out.splitlines()))
-    assert len(rows) == 97 and list(rows[0]) == ["path", "prediction", *RunFolder(run).classes()]
-    assert sum(float(rows[0][name]) for name in RunFolder(run).classes()) == pytest.approx(
-        1, abs=1e-4
-    )
+def test_predict_names_bad_files_and_classifies_the_others(run, some_bad, cli):
+    captured = cli("predict", some_bad, "--model", run, "--output", "-", code=1)
+    rows, classes = [*csv.DictReader(captured.out.splitlines())], RunFolder(run).classes()
+    assert len(rows) == 97 and list(rows[0]) == ["path", "prediction", *classes]
+    assert sum(float(rows[0][name]) for name in classes) == pytest.approx(1, abs=1e-4)
     assert all(f"{name}.png" in captured.err for name in ("empty", "text", "torn"))
     assert "3 of 100" in captured.err and captured.err.count("\n") == 4
 
 
-def test_names_of_files_that_are_not_text_are_written_as_they_are(run, images, tmp_path):
+def test_names_of_files_that_are_not_text_are_written_as_they_are(run, images, tmp_path, cli):
     name = os.fsdecode(b"\xe4.png")
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / name).write_bytes((images / "0.png").read_bytes())
     file = tmp_path / "odd.csv"
-    assert main(["predict", str(tmp_path / "odd"), "--model", str(run), "--output", str(file)]) == 0
+    cli("predict", tmp_path / "odd", "--model", run, "--output", file)
     assert Path(read_rows(file)[0]["path"]).read_bytes() == (images / "0.png").read_bytes()
 
 
-def test_eval_writes_predictions_that_make_its_accuracy(run, tmp_path, capsys):
+def test_eval_writes_predictions_that_make_its_accuracy(run, tmp_path, cli):
     table = tmp_path / "predictions.csv"
-    assert main(["eval", str(run), "--json", "--predictions", str(table)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    with open(table, newline="") as file:
-        rows = list(csv.DictReader(file))
-    right = [row["label"] == row["prediction"] for row in rows]
-    assert len(rows) == found["n"]
+    found = json.loads(cli("eval", run, "--json", "--predictions", table).out)
+    right = [row["label"] == row["prediction"] for row in read_rows(table)]
+    assert len(right) == found["n"]
     assert 100 * sum(right) / len(right) == pytest.approx(found["top1"])
 
 
-def test_eval_shows_the_recall_and_the_precision_of_each_class(run, tmp_path, capsys):
-    assert main(["eval", str(run), "--predictions", str(tmp_path / "table.csv")]) == 0
-    lines = iter(capsys.readouterr().out.splitlines())
+def test_eval_shows_the_recall_and_the_precision_of_each_class(run, tmp_path, cli):
+    lines = iter(cli("eval", run, "--predictions", tmp_path / "table.csv").out.splitlines())
     next(line for line in lines if line.startswith("class "))
     next(lines)
     pairs = [(row["label"], row["prediction"]) for row in read_rows(tmp_path / "table.csv")]
@@ -284,84 +252,77 @@ def test_eval_shows_the_recall_and_the_precision_of_each_class(run, tmp_path, ca
         assert found == pytest.approx([len(own), *shares], abs=0.051)
 
 
-def test_eval_shows_predicted_classes_without_images(run, class_folders, tmp_path, capsys):
+def test_eval_shows_predicted_classes_without_images(run, class_folders, tmp_path, cli):
     class_folders(tmp_path / "val", {"3": 40}, size=(8, 8))
-    assert main(["eval", str(run), str(tmp_path / "val")]) == 0
-    row = capsys.readouterr().out.splitlines()[-1].split()
+    row = cli("eval", run, tmp_path / "val").out.splitlines()[-1].split()
     assert row[:2] == ["4", "3"] and sum(map(int, row[2:])) == 40
 
 
-def test_report_says_what_it_leaves_out(run, tmp_path, capsys):
+def test_report_says_what_it_leaves_out(run, tmp_path, cli):
     for name in ("whole", "unfinished", "damaged"):
         shutil.copytree(run, tmp_path / "runs" / name)
     (tmp_path / "runs" / "unfinished" / "result.json").unlink()
     (tmp_path / "runs" / "damaged" / "result.json").write_text("{")
-    words = ["report", str(tmp_path / "runs"), "--output", str(tmp_path / "page.html")]
-    assert main(words) == 1
-    captured = capsys.readouterr()
-    assert "unfinished" in captured.err and "damaged" in captured.err
+    words = ["report", tmp_path / "runs", "--output", tmp_path / "page.html"]
+    said = cli(*words, code=1).err
+    assert "unfinished" in said and "damaged" in said
     assert "<code>unfinished</code>" in (tmp_path / "page.html").read_text()
     shutil.rmtree(tmp_path / "runs" / "damaged")
-    assert main(words) == 0
+    cli(*words)
 
 
-def test_explore_says_what_it_leaves_out(run, some_bad, tmp_path, capsys):
-    files = [str(some_bad / f"{name}.png") for name in ("torn", 1, 2, 3)]
-    words = ["explore", str(run), "--output", str(tmp_path / "e.html"), "--count", "2"]
-    assert main([*words, "--images", *files]) == 0
-    captured = capsys.readouterr().err
-    assert "--count 4" in captured and "torn.png" in captured
+def test_explore_says_what_it_leaves_out(run, some_bad, tmp_path, cli):
+    files = [some_bad / f"{name}.png" for name in ("torn", 1, 2, 3)]
+    words = ["explore", run, "--output", tmp_path / "e.html", "--count", "2"]
+    said = cli(*words, "--images", *files).err
+    assert "--count 4" in said and "torn.png" in said
 
 
-def test_a_run_goes_on_with_its_own_settings(tmp_path, capsys):
+def test_a_run_goes_on_with_its_own_settings(tmp_path, cli):
     """However it is named. A longer run starts from its weights."""
     folder = tmp_path / "run"
-    assert main(["train", "digits", "--output", str(folder), *SHORT_WORDS, "--seed=3"]) == 0
-    assert main(["train", "--resume", str(folder), "--data.workers=1"]) == 0
-    assert main(["train", "--resume", str(folder), "--schedule.steps=6", "--quiet"]) == 2
-    command = capsys.readouterr().err.split("locality train ")[1]
-    assert main(["train", *shlex.split(command)]) == 0
+    cli("train", "digits", "--output", folder, *SHORT_WORDS, "--seed=3")
+    cli("train", "--resume", folder, "--data.workers=1")
+    refused = cli("train", "--resume", folder, "--schedule.steps=6", "--quiet", code=2).err
+    cli("train", *shlex.split(refused.split("locality train ")[1]))
     longer = RunFolder(f"{folder}-longer").read_config()
     assert (longer.seed, longer.schedule.steps, longer.model.weights) == (3, 6, str(folder))
 
 
-def test_a_short_run_has_a_short_warm_up(capsys):
+def test_a_short_run_has_a_short_warm_up(cli):
     schedule = read_run(["digits", "--schedule.steps=60"])[0].schedule
     assert (schedule.warmup, schedule.eval_every) == (5, 120)
     assert read_run(["digits", "--schedule.steps=3000"])[0].schedule.warmup == 100
-    assert main(["train", "--schedule.steps=60", "--print_config"]) == 0
-    printed = settings.from_yaml(RunConfig, capsys.readouterr().out)
-    assert printed == read_run(["--schedule.steps=60"])[0]
+    printed = cli("train", "--schedule.steps=60", "--print_config").out
+    assert settings.from_yaml(RunConfig, printed) == read_run(["--schedule.steps=60"])[0]
 
 
-def test_images_that_are_not_square_from_training_to_fine_tuning(tmp_path, class_folders, capsys):
-    class_folders(tmp_path / "photos", {"cat": 8, "dog": 8}, size=(16, 32))
-    photos, runs = str(tmp_path / "photos"), [tmp_path / "first", tmp_path / "second"]
-    words = ["--model", "convit_nano", "--model.img_size", "[16,32]", "--output", str(runs[0])]
-    assert main(["train", photos, *SHORT_WORDS, *words, "--schedule.eval_every=4"]) == 0
-    assert main(["convert", str(runs[0]), str(tmp_path / "saved")]) == 0
-    words = ["--from", str(tmp_path / "saved"), "--output", str(runs[1])]
-    assert main(["finetune", photos, *SHORT_WORDS, *words, "--schedule.eval_every=4"]) == 0
+def test_images_that_are_not_square_from_training_to_fine_tuning(tmp_path, class_folders, cli):
+    photos = class_folders(tmp_path / "photos", {"cat": 8, "dog": 8}, size=(16, 32))
+    runs = [tmp_path / "first", tmp_path / "second"]
+    short = [*SHORT_WORDS, "--schedule.eval_every=4"]
+    words = ["--model", "convit_nano", "--model.img_size", "[16,32]", "--output", runs[0]]
+    cli("train", photos, *short, *words)
+    cli("convert", runs[0], tmp_path / "saved")
+    cli("finetune", photos, *short, "--from", tmp_path / "saved", "--output", runs[1])
     for run in runs:
         assert RunFolder(run).read_config().model.img_size == (16, 32)
-    capsys.readouterr()
-    assert main(["eval", str(runs[1]), "--img_size", "[32,32]", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["n"] == 4
+    found = cli("eval", runs[1], "--img_size", "[32,32]", "--json").out
+    assert json.loads(found)["n"] == 4
 
 
-def test_layers_of_a_figure_are_counted_from_one(run, images, tmp_path):
+def test_layers_of_a_figure_are_counted_from_one(run, images, tmp_path, cli):
     output = tmp_path / "maps"
-    words = ["figure", "maps", str(run), "--images", str(images), "--output", str(output)]
-    assert main([*words, "--layers", "[1,4]"]) == 0
+    cli("figure", "maps", run, "--images", images, "--output", output, "--layers", "[1,4]")
     drawn = output.with_suffix(".svg").read_text()
     assert [n for n in range(1, 6) if f"layer {n}" in drawn] == [1, 4]
 
 
-def test_initial_maps_from_an_image(images, tmp_path, capsys):
-    output, image = tmp_path / "figures" / "three", str(images / "0.png")
-    assert main(["figure", "initial-maps", image, "--output", str(output)]) == 0
+def test_initial_maps_from_an_image(images, tmp_path, cli):
+    output = tmp_path / "figures" / "three"
+    said = cli("figure", "initial-maps", images / "0.png", "--output", output).out
+    assert said.split() == [f"{output}.png", f"{output}.svg"]
     assert output.with_suffix(".png").exists() and output.with_suffix(".svg").exists()
-    assert capsys.readouterr().out.split() == [f"{output}.png", f"{output}.svg"]
 
 
 @pytest.mark.parametrize(
@@ -375,16 +336,14 @@ def test_initial_maps_from_an_image(images, tmp_path, capsys):
         (["--objective.teacher=regnetx_9999"], "regnetx_9999"),
     ],
 )
-def test_a_refused_run_leaves_no_folder_behind(arguments, named, tmp_path, capsys, monkeypatch):
+def test_a_refused_run_leaves_no_folder_behind(arguments, named, tmp_path, cli, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["train", *arguments, "--output", str(tmp_path / "run")]) == 2
-    error = capsys.readouterr().err
+    error = cli("train", *arguments, "--output", tmp_path / "run", code=2).err
     assert error.startswith("locality: ") and error.count("\n") == 1 and named in error
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_no_permission_to_write(tmp_path, capsys):
+def test_no_permission_to_write(tmp_path, cli):
     tmp_path.chmod(0o500)
-    assert main(["train", "--output", str(tmp_path / "run")]) == 2
-    assert str(tmp_path) in capsys.readouterr().err
+    assert str(tmp_path) in cli("train", "--output", tmp_path / "run", code=2).err

@@ -10,7 +10,6 @@ import time
 import pytest
 
 from locality.analysis.runs import read_runs
-from locality.cli import main
 from locality.errors import UserError
 from locality.runner import comparison
 from locality.runner.comparison import (
@@ -151,13 +150,13 @@ def test_what_cannot_be_compared_is_refused(photos, tmp_path, changes, named):
         plan(asked(photos, **changes), tmp_path / "out", jobs=1)
 
 
-def test_what_cannot_be_started_is_said_before_any_run(photos, tmp_path, capsys):
+def test_what_cannot_be_started_is_said_before_any_run(photos, tmp_path, cli):
     image = next((photos / "dark").iterdir())
     image.write_bytes(image.read_bytes()[:40])
     with pytest.raises(UserError, match=image.name):
         plan(asked(photos, folds=3, fractions=(1.0,)), tmp_path / "out", jobs=1)
-    assert main(["compare", str(photos), "--pretrained", "--models=nowhere/at/all"]) == 2
-    assert "no weights" in capsys.readouterr().err
+    refused = cli("compare", photos, "--pretrained", "--models=nowhere/at/all", code=2)
+    assert "no weights" in refused.err
 
 
 def words(photos, out, *more):
@@ -165,9 +164,9 @@ def words(photos, out, *more):
             "--fractions=0.5,1", f"--output={out}", "--jobs=1", "--threads=1", *more]  # fmt: skip
 
 
-def test_a_dry_run_says_how_many_runs_and_starts_none(photos, tmp_path, capsys):
-    assert main(words(photos, tmp_path / "out", "--dry_run")) == 0
-    assert "8 runs: 0 finished, 0 to resume, 8 to start" in capsys.readouterr().out
+def test_a_dry_run_says_how_many_runs_and_starts_none(photos, tmp_path, cli):
+    said = cli(*words(photos, tmp_path / "out", "--dry_run")).out
+    assert "8 runs: 0 finished, 0 to resume, 8 to start" in said
     assert not (tmp_path / "out").exists()
 
 

@@ -11,7 +11,6 @@ import torch
 from PIL import Image
 
 from locality.checkpoints import open_model, save
-from locality.cli import main
 from locality.data import DataConfig, open_data
 from locality.errors import UserError
 from locality.training import evaluate_opened, evaluate_run
@@ -99,19 +98,15 @@ def permuted(run, order, folder):
     return save(model, folder, preprocessing=opened.preprocessing, classes=order)
 
 
-def figures(result):
-    return pytest.approx([result[name] for name in ("top1", "top5", "loss", "n")], rel=1e-5)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_predictions_and_evaluation(run, saved, tmp_path, kind):
     root = write(tmp_path / "test", kind, order=ORDERS[1])
     data = DataConfig(kind, str(root))
     before, after = open_model(run), open_model(saved)
     expected = evaluate_opened(before, DataConfig("folder", str(run.parent / "photos")))
-    assert [evaluate_opened(after, data)[name] for name in ("top1", "top5", "loss", "n")] == (
-        figures(expected)
-    )
+    found = evaluate_opened(after, data)
+    for name in ("top1", "top5", "loss", "n"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-5)
     assert evaluate_run(run, data)["loss"] == pytest.approx(expected["loss"])
     image = Image.open(run.parent / "photos" / "10" / "10-0.png")
     first, second = (each.top_classes(each([image])[0], 6) for each in (before, after))
@@ -158,11 +153,10 @@ def test_some_of_the_classes(run, tmp_path, kind, caplog):
     assert found["top1"] == 100 * sum(right) / 8
 
 
-def test_other_classes_are_named(run, tmp_path, capsys):
+def test_other_classes_are_named(run, tmp_path, cli):
     root = write(tmp_path / "more", "folder", names=["1", "2"])
     (root / "2").rename(root / "zwei")
-    assert main(["eval", str(run), "--data.root", str(root)]) == 2
-    error = capsys.readouterr().err
+    error = cli("eval", run, "--data.root", root, code=2).err
     assert "'zwei'" in error and "'10', '2'" in error
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from locality.checkpoints.run_state import load_best_state
-from locality.cli import main
 from locality.data import sources, validation
 from locality.errors import UserError
 from locality.training import RunConfig, dry_run, loop
@@ -257,15 +256,14 @@ def test_a_finished_run_does_not_answer_for_other_rows(photos, tmp_path):
             train(config, tmp_path / "run")
 
 
-def test_a_run_is_evaluated_on_its_own_part_of_images_that_have_moved(photos, tmp_path, capsys):
+def test_a_run_is_evaluated_on_its_own_part_of_images_that_have_moved(photos, tmp_path, cli):
     found = train(on(photos / "train"), tmp_path / "run")
     elsewhere = (photos / "train").rename(tmp_path / "elsewhere")
-    words = ["eval", str(tmp_path / "run"), str(elsewhere), "--json"]
-    assert main(words) == 0
-    again = json.loads(capsys.readouterr().out)
+    words = ["eval", tmp_path / "run", elsewhere, "--json"]
+    again = json.loads(cli(*words).out)
     assert (again["n"], again["loss"]) == (found["val_images"], pytest.approx(found["val_loss"]))
     write(elsewhere / "ant/new.bmp", 7)
-    assert main(words) == 0 and json.loads(capsys.readouterr().out)["n"] == 37
+    assert json.loads(cli(*words).out)["n"] == 37
 
 
 def test_a_finished_run_does_not_answer_for_other_labels(photos, tmp_path):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from locality import cli
 from locality.errors import UserError
 from locality.models import build
 from locality.training import RunConfig, load_run, recipe, replace
@@ -73,28 +70,19 @@ def test_layer_decay_needs_numbered_layers(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_whole_life_of_a_run(tmp_path, capsys):
-    run, graph, saved = (str(tmp_path / name) for name in ("run", "m.onnx", "saved"))
-    train(resnet(), tmp_path / "run")
-    Image.new("RGB", (8, 8), "white").save(tmp_path / "white.png")
-
-    def said(*words: str) -> str:
-        assert cli.main(words) == 0
-        return capsys.readouterr().out
-
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert f"top-1 {result['top1']:.2f}%" in said("eval", run)
-    said("export", run, graph)
-    said("convert", run, saved)
-    answers = {
-        said("predict", str(tmp_path / "white.png"), "--model", model)
-        for model in (run, graph, saved)
-    }
+def test_the_whole_life_of_a_run(tmp_path, cli):
+    run, graph, saved = (tmp_path / name for name in ("run", "m.onnx", "saved"))
+    result, image = train(resnet(), run), tmp_path / "white.png"
+    Image.new("RGB", (8, 8), "white").save(image)
+    assert f"top-1 {result['top1']:.2f}%" in cli("eval", run).out
+    cli("export", run, graph)
+    cli("convert", run, saved)
+    answers = {cli("predict", image, "--model", model).out for model in (run, graph, saved)}
     assert len(answers) == 1
-    said("report", run, "--output", str(tmp_path / "report.html"))
+    cli("report", run, "--output", tmp_path / "report.html")
     assert NAME in (tmp_path / "report.html").read_text()
-    assert cli.main(["convert", run, str(tmp_path / "x.pth"), "--to", "deit"]) == 2
-    assert "a timm model" in capsys.readouterr().err
+    refused = cli("convert", run, tmp_path / "x.pth", "--to", "deit", code=2)
+    assert "a timm model" in refused.err
 
 
 @pytest.mark.slow
