@@ -462,12 +462,11 @@ def test_the_page_in_a_browser(process, browser, width, tmp_path):
     file, none = tmp_path / "photo.png", tmp_path / "notes.txt"
     file.write_bytes(photo((448, 320)))
     none.write_text("no image")
-    page = browser.new_page(viewport={"width": width, "height": 900})
-    page.set_default_timeout(120_000)
     errors = []
-    page.on("pageerror", lambda error: errors.append(error))
-    page.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
-    try:
+    with browser.new_page(viewport={"width": width, "height": 900}) as page:
+        page.set_default_timeout(120_000)
+        page.on("pageerror", lambda error: errors.append(error))
+        page.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
         page.goto(process.address)
         page.set_input_files("#file", file)
         page.wait_for_selector("#classes tr:nth-child(5)")
@@ -509,18 +508,13 @@ def test_the_page_in_a_browser(process, browser, width, tmp_path):
         page.set_input_files("#file", none)
         page.get_by_text("not an image").wait_for()
         assert page.locator("#classes tr").count() == 0 and page.locator("#maps").is_hidden()
-    finally:
-        page.close()
 
 
 def test_the_camera(process, browser):
-    page = browser.new_page()
-    page.set_default_timeout(120_000)
-    try:
+    with browser.new_page() as page:
+        page.set_default_timeout(120_000)
         page.goto(process.address)
         page.get_by_text("use the camera").click()
         page.get_by_text("take the picture").click()
         page.wait_for_selector("#classes tr:nth-child(5)")
         assert page.locator("#classes tr").count() == 5
-    finally:
-        page.close()

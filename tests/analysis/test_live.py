@@ -315,11 +315,10 @@ def test_a_broken_page_says_so_and_shows_nothing_else(browser, file, tmp_path):
     ):
         assert broken != text
         (tmp_path / "broken.html").write_text(broken)
-        page = browser.new_page()
-        page.goto((tmp_path / "broken.html").as_uri())
-        page.wait_for_selector(".fault:not([hidden])", timeout=20_000)
-        assert not page.locator("main").is_visible()
-        page.close()
+        with browser.new_page() as page:
+            page.goto((tmp_path / "broken.html").as_uri())
+            page.wait_for_selector(".fault:not([hidden])", timeout=20_000)
+            assert not page.locator("main").is_visible()
 
 
 def test_what_cannot_be_live_is_refused(shaken, trained, tmp_path):
@@ -357,10 +356,9 @@ def photographs(tmp_path_factory, class_folders):
     return folder / "run"
 
 
-def test_the_page_of_a_run_of_ones_own(open_ready, photographs, tmp_path, capsys):
+def test_the_page_of_a_run_of_ones_own(open_ready, photographs, tmp_path, cli):
     output = tmp_path / "own.html"
-    assert not main(["explore", str(photographs), "--live", "--output", str(output)])
-    assert str(output) in capsys.readouterr().out
+    assert str(output) in cli("explore", photographs, "--live", "--output", output).out
     assert output.stat().st_size < 10e6
     page = open_ready(output)
     assert page.locator("#thumbnails button").count() == 20
@@ -376,12 +374,9 @@ def test_the_page_of_a_run_of_ones_own(open_ready, photographs, tmp_path, capsys
     # The page rounds weights to half precision.
     np.testing.assert_allclose(logits, expected, atol=1e-2)
     assert len(layers) == 8 and len(layers[0]["heads"]) == 9
-    assert nonlocality(
-        torch.tensor(layers[0]["heads"][0]["mixed"]).view(1, 1, 64, 64), (8, 8)
-    ).item() == pytest.approx(
-        page.evaluate(
-            "live.models[0].distances(live.forward(live.models[0], live.examples[1]).layers[0])[0]"
-        ),
-        abs=1e-4,
+    head = torch.tensor(layers[0]["heads"][0]["mixed"]).view(1, 1, 64, 64)
+    distance = page.evaluate(
+        "live.models[0].distances(live.forward(live.models[0], live.examples[1]).layers[0])[0]"
     )
+    assert nonlocality(head, (8, 8)).item() == pytest.approx(distance, abs=1e-4)
     assert page.outside() == []
