@@ -9,11 +9,11 @@ import pytest
 import locality
 from locality.cli import COMMANDS, main, usage
 
+LOCALITY = f"{sys.executable} -m locality"
 
-def run(*arguments, **options):
-    return subprocess.run(
-        [sys.executable, "-m", "locality", *arguments], capture_output=True, text=True, **options
-    )
+
+def shell(script, **options):
+    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, **options)
 
 
 def test_help_lists_every_command_without_importing_torch():
@@ -40,9 +40,7 @@ def test_help_fits_a_screen_and_names_the_rest(capsys):
 
 
 def test_a_reader_that_has_seen_enough():
-    done = subprocess.run(
-        f"{sys.executable} -m locality --help | head -1", shell=True, capture_output=True, text=True
-    )
+    done = shell(f"{LOCALITY} --help | head -1")
     assert done.stdout.startswith("usage:") and not done.stderr
 
 
@@ -57,8 +55,7 @@ def test_a_reader_that_has_seen_enough():
     ],
 )
 def test_streams_that_are_closed_or_full(command, code, said):
-    script = f"set -o pipefail; {sys.executable} -m locality {command}"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    done = shell(f"set -o pipefail; {LOCALITY} {command}")
     assert done.returncode == code, done.stderr
     assert said in done.stdout + done.stderr and "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
@@ -66,55 +63,47 @@ def test_streams_that_are_closed_or_full(command, code, said):
 
 def test_a_file_never_takes_the_place_of_a_closed_stream(tmp_path):
     script = "import os, sys; from locality.cli import main; main(['--version']); print(os.dup(0))"
-    done = subprocess.run(
-        ["bash", "-c", f'{sys.executable} -c "{script}" 2>&-'], capture_output=True, text=True
-    )
+    done = shell(f'{sys.executable} -c "{script}" 2>&-')
     assert int(done.stdout.splitlines()[-1]) > 2
 
 
 def test_a_terminal_that_is_not_utf8(monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    done = run("recipes", "cvt_300")
+    done = shell(f"{LOCALITY} recipes cvt_300")
     assert done.returncode == 0 and done.stdout.isascii(), done.stderr
-    assert run("trian\u00e9").stderr.startswith("locality: unknown command 'trian\\xe9'")
+    refused = shell(f"{LOCALITY} trian\u00e9")
+    assert refused.stderr.startswith("locality: unknown command 'trian\\xe9'")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kilobytes", [500_000, 1_000_000, 2_000_000, 3_600_000])
 def test_a_small_address_space_gets_a_sentence(kilobytes, tmp_path):
-    command = f"ulimit -v {kilobytes}; {sys.executable} -m locality train digits --output run"
+    command = f"ulimit -v {kilobytes}; {LOCALITY} train digits --output run"
     command += " --schedule.steps 2 --schedule.warmup 0 --schedule.eval_every 2"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path)
+    done = shell(command, cwd=tmp_path)
     assert done.returncode in (0, 1) and "Traceback" not in done.stderr
     if done.returncode:
         assert done.stderr.splitlines()[-1].startswith("locality: memory ran out (")
 
 
 def test_completion_offers_commands_and_options():
-    script = subprocess.run(
-        [sys.executable, "-m", "locality", "--completion"], capture_output=True, text=True
-    ).stdout
-    tried = f"""locality() {{ {sys.executable} -m locality "$@"; }}
+    script = shell(f"{LOCALITY} --completion").stdout
+    tried = f"""locality() {{ {LOCALITY} "$@"; }}
 {script}
 COMP_WORDS=(locality pred); COMP_CWORD=1; _locality locality pred; echo "${{COMPREPLY[@]}}"
 COMP_WORDS=(locality predict --to); COMP_CWORD=2; _locality locality --to; echo "${{COMPREPLY[@]}}"
 """
-    done = subprocess.run(["bash", "-c", tried], capture_output=True, text=True)
+    done = shell(tried)
     assert done.stdout.split() == ["predict", "--top"], done.stderr
 
 
-def test_no_command_shows_the_help_and_version_the_version(capsys):
-    assert main([]) == 2
-    assert usage() in capsys.readouterr().out
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"locality {locality.__version__}\n"
+def test_no_command_shows_the_help_and_version_the_version(cli):
+    assert usage() in cli(code=2).out
+    assert cli("--version").out == f"locality {locality.__version__}\n"
 
 
-def test_models_as_table_and_json(capsys):
-    assert main(["models", "convit_t*"]) == 0
-    assert "convit_tiny_plus" in capsys.readouterr().out
-    assert main(["models", "nano", "--family", "convit", "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)
+def test_models_as_table_and_json(cli):
+    assert "convit_tiny_plus" in cli("models", "convit_t*").out
+    (row,) = json.loads(cli("models", "nano", "--family", "convit", "--json").out)
     assert row["model"] == "convit_nano" and row["compare with"] == "deit_nano"
-    assert main(["models", "nothing-like-this", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == []
+    assert json.loads(cli("models", "nothing-like-this", "--json").out) == []
