@@ -22,14 +22,6 @@ ACCURACY = {("convit_nano", 0.05): 69.0, ("deit_nano", 0.05): 45.0}
 ACCURACY |= {("convit_nano", 1.0): 95.5, ("deit_nano", 1.0): 90.5, ("cvt_nano", 1.0): 80.0}
 
 
-@torch.no_grad()
-def moved(model, seed, amount):
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.add_(torch.randn(parameter.shape, generator=generator) * amount)
-    return model
-
-
 def keep_predictions(folder, labels, logits):
     """Write the predictions of a model with these logits and labels."""
     images = ArraySource(np.zeros((len(labels), 4, 4, 3), np.uint8), labels, "pictures")
@@ -41,7 +33,7 @@ def keep_predictions(folder, labels, logits):
 
 
 @pytest.fixture(scope="session")
-def attention():
+def attention(shaken):
     """Cached measures and pictures of a model, as in a run folder."""
     cache = {}
     generator = torch.Generator().manual_seed(0)
@@ -54,7 +46,7 @@ def attention():
             torch.manual_seed(seed)
             network = build(model)
             before = measure_model(network, images)
-            after = measure_model(moved(network, seed, 0.1), images)
+            after = measure_model(shaken(network, seed, scale=0.1), images)
             found = capture_pictures(network, Sample(images[:4], shown[:4], classes[:4], classes))
             cache[model, seed] = {"before": before, "after": after}, found
         return cache[model, seed]
@@ -77,26 +69,22 @@ def make_run_in(attention):
         (folder / "classes.json").write_text(json.dumps([str(digit) for digit in range(10)]))
         noise = np.random.default_rng(seed).normal()
         top1 = options.get("top1", ACCURACY.get((model, fraction), 50.0) + noise)
-        (folder / "environment.json").write_text(
-            json.dumps(
-                {
-                    "seed": seed,
-                    "locality": "0.2.0",
-                    "commit": "0" * 40,
-                    "python": "3.11.7",
-                    "packages": {"torch": "2.14.1", "timm": "1.0.31"},
-                    "processor": "a processor",
-                    "starts": [{"step": 0, "device": "cpu", "precision": "fp32"}],
-                }
-            )
-        )
+        environment = {
+            "seed": seed,
+            "locality": "0.2.0",
+            "commit": "0" * 40,
+            "python": "3.11.7",
+            "packages": {"torch": "2.14.1", "timm": "1.0.31"},
+            "processor": "a processor",
+            "starts": [{"step": 0, "device": "cpu", "precision": "fp32"}],
+        }
+        (folder / "environment.json").write_text(json.dumps(environment))
         with (folder / "metrics.csv").open("w", newline="") as file:
             rows = csv.writer(file)
             rows.writerow(["step", "epoch", "images", "lr", "train_loss", "top1", "val_loss"])
             for step in range(150, 1501, 150):
                 value = top1 * (1 - np.exp(-step / 300))
                 rows.writerow([step, step / 21, step * 64, 1e-3, 2 - step / 1000, value, ""])
-        network = build(model) if measured else None
         result = {
             "model": model,
             "recipe": "small_images",
@@ -107,9 +95,7 @@ def make_run_in(attention):
             "top1": top1,
             "top5": min(100.0, top1 + 10),
             "val_loss": 0.3,
-            "parameters": options.get(
-                "parameters", count_parameters(network) if network else 200_000
-            ),
+            "parameters": count_parameters(build(model)) if measured else 200_000,
             "macs": 3_350_000,
             "train_images": round(1348 * fraction),
             "val_images": 449,
