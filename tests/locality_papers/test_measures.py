@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -154,30 +154,20 @@ def test_images_that_are_drawn_anew_show_in_the_scatter_of_seeds(tmp_path, tiny_
     right = Measure("right", lambda run: 50.0, cached=False, accuracy=True)
 
     def images(dataset, split_seeds, **data):
-        changes = {f"data__{name}": value for name, value in data.items()}
-        runs = [
-            dataclasses.replace(
-                tiny_run(
-                    tmp_path,
-                    seed=seed,
-                    data__dataset=dataset,
-                    data__split_seed=split_seed,
-                    **changes,
-                ),
-                task="one that needs no record of its configuration",
-            )
-            for seed, split_seed in enumerate(split_seeds)
-        ]
-        for run in runs:
+        data |= {"data__dataset": dataset}
+        runs = []
+        for seed, split_seed in enumerate(split_seeds):
+            run = tiny_run(tmp_path, seed=seed, data__split_seed=split_seed, **data)
             run.folder.mkdir(parents=True, exist_ok=True)
             (run.folder / "result.json").write_text("{}")
+            runs.append(replace(run, task="one that needs no record of its configuration"))
         return [term.images for term in measured(runs, right).evaluate({}).terms.values()]
 
     assert images("digits", (0, 0)) == [90]
     assert images("digits", (0, 1)) == []
     # A separate test set does not depend on the split.
     assert images("fashion_mnist", (0, 1)) == [10_000]
-    held = {"train_part": (0.0, 0.5), "val_part": (0.5, 0.75)}
+    held = {"data__train_part": (0.0, 0.5), "data__val_part": (0.5, 0.75)}
     assert images("fashion_mnist", (0, 0), **held) == [15_000]
     assert images("fashion_mnist", (0, 1), **held) == []
 

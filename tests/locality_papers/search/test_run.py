@@ -78,10 +78,8 @@ def test_what_was_found_is_ready_to_train(found, tmp_path):
     assert main([*command, "--quiet"]) == 0
     run = RunFolder(tmp_path / "run")
     assert run.read_result()["macs"] == result["macs"]
-    assert run.read_config().data.val_part is None and run.read_config().data.train_part == (
-        0.0,
-        0.2,
-    )
+    data = run.read_config().data
+    assert (data.train_part, data.val_part) == ((0.0, 0.2), None)
 
 
 def test_no_validation_image_is_seen(found):
