@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -97,22 +99,25 @@ def test_settings_reach_the_optimiser():
     assert {group["momentum"] for group in sgd.param_groups} == {0.7}
 
 
+def assert_same_updates(model, config, reference, rtol, atol):
+    """Four steps of our optimiser, and of the reference on a copy, end in the same weights."""
+    other = copy.deepcopy(model)
+    ours, theirs = create_optimizer(model, config, 64), reference(parameter_groups(other, config))
+    for optimizer, net in ((ours, model), (theirs, other)):
+        for step in range(4):
+            for number, parameter in enumerate(net.parameters()):
+                torch.manual_seed(10 * number + step)
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+
+
 def test_fused_and_plain_updates_agree():
     torch.manual_seed(0)
-    one, other = build("convit_nano"), build("convit_nano")
-    other.load_state_dict(one.state_dict())
-    fused = create_optimizer(one, OptimConfig("adamw", lr=1e-3), 64)
-    plain = torch.optim.AdamW(
-        parameter_groups(other, OptimConfig()), lr=1e-3, foreach=False, fused=False
-    )
-    for optimizer, model in ((fused, one), (plain, other)):
-        for number, parameter in enumerate(model.parameters()):
-            torch.manual_seed(number)
-            parameter.grad = torch.randn_like(parameter)
-        for _ in range(3):
-            optimizer.step()
-    for a, b in zip(one.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    plain = partial(torch.optim.AdamW, lr=1e-3, foreach=False, fused=False)
+    config = OptimConfig("adamw", lr=1e-3)
+    assert_same_updates(build("convit_nano"), config, plain, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["convit_nano", "cvt_nano", "timm/test_resnet"])
@@ -135,19 +140,9 @@ def test_muon_is_that_of_timm(name, algo, monkeypatch):
     exact = partial(reference.zeropower_via_newtonschulz, dtype=torch.float32)
     monkeypatch.setattr(reference, "zeropower_via_newtonschulz", exact)
     torch.manual_seed(0)
-    one, other = build(name), build(name)
-    other.load_state_dict(one.state_dict())
     config = OptimConfig(algo, lr=1e-3, weight_decay=0.1)
-    ours = create_optimizer(one, config, 64)
-    theirs = reference.Muon(parameter_groups(other, config), lr=1e-3, momentum=0.9, algo=algo)
-    for optimizer, model in ((ours, one), (theirs, other)):
-        for step in range(4):
-            for number, parameter in enumerate(model.parameters()):
-                torch.manual_seed(10 * number + step)
-                parameter.grad = torch.randn_like(parameter)
-            optimizer.step()
-    for a, b in zip(one.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    theirs = partial(reference.Muon, lr=1e-3, momentum=0.9, algo=algo)
+    assert_same_updates(build(name), config, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_an_optimiser_or_setting_that_cannot_work_is_refused():
@@ -162,13 +157,14 @@ def test_an_optimiser_or_setting_that_cannot_work_is_refused():
             check_optimizer(OptimConfig(name, **settings))
 
 
-def rates(schedule: ScheduleConfig) -> list[float]:
+def rates(schedule: ScheduleConfig, steps: Iterable[int] | None = None) -> list[float]:
+    """At these steps, or at all of them."""
     config = RunConfig(optim=OptimConfig(lr=1e-2), schedule=schedule, engine=EngineConfig(64))
     plan = make_plan(config, 1000)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
     scheduler = create_schedule(optimizer, plan)
     found = []
-    for step in range(plan.steps):
+    for step in range(plan.steps) if steps is None else steps:
         scheduler.step_update(step)
         found.append(optimizer.param_groups[0]["lr"])
     return found
@@ -196,11 +192,7 @@ def test_a_schedule_of_one_step_is_no_reason_for_a_warning(caplog):
 
 def test_the_rate_is_a_function_of_the_step_alone():
     schedule = ScheduleConfig(steps=50, warmup=5)
-    config = RunConfig(optim=OptimConfig(lr=1e-2), schedule=schedule)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
-    scheduler = create_schedule(optimizer, make_plan(config, 1000))
-    scheduler.step_update(37)
-    assert optimizer.param_groups[0]["lr"] == rates(schedule)[37]
+    assert rates(schedule, [37]) == [rates(schedule)[37]]
 
 
 @pytest.mark.parametrize("name", ["convit_nano", "cvt_13", "timm/test_resnet"])
