@@ -127,10 +127,3 @@ def test_differences_name_settings_and_both_values():
         ("model.depth", 2, 3),
         ("augment.hflip", 0.0, 0.5),
     }
-
-
-def test_the_learning_rate_scales_with_the_batch():
-    optim = recipe("deit_300").optim
-    assert optim.peak_lr(1024) == pytest.approx(1e-3)
-    assert optim.peak_lr(512) == pytest.approx(5e-4)
-    assert recipe("digits").optim.peak_lr(4096) == 6.2e-3

@@ -163,20 +163,24 @@ def test_a_teacher_never_learns(batch):
     assert not taught(batch[0]).requires_grad
 
 
+def assert_teaches(model: nn.Module, config: ObjectiveConfig) -> list[str]:
+    """The teacher has the logits of a model of timm's; returns what is said of it."""
+    check_teacher(config)
+    loaded, notes = load_teacher(config, Preprocessing(), range(1000))
+    images = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(images), model.eval()(images))
+    return notes
+
+
 @pytest.mark.parametrize("name", ["convit_tiny", "timm/convit_tiny"])
 def test_a_timm_teacher_is_read_from_a_file(name, tmp_path):
     torch.manual_seed(0)
     model = timm.create_model("convit_tiny", num_classes=1000)
     file = tmp_path / "teacher.pth"
     torch.save(model.state_dict(), file)
-    config = ObjectiveConfig(teacher=name, teacher_weights=str(file))
-    check_teacher(config)
-    loaded, (note,) = load_teacher(config, Preprocessing(), range(1000))
+    (note,) = assert_teaches(model, ObjectiveConfig(teacher=name, teacher_weights=str(file)))
     assert "no class names" in note
-    images = torch.randn(1, 3, 224, 224)
-    with torch.no_grad():
-        expected = model.eval()(images)
-    torch.testing.assert_close(loaded(images), expected)
 
 
 def test_public_weights_can_be_the_teacher(tmp_path, monkeypatch):
@@ -185,12 +189,7 @@ def test_public_weights_can_be_the_teacher(tmp_path, monkeypatch):
     path = tmp_path / "weights" / "deit_tiny.fb_in1k.safetensors"
     path.parent.mkdir()
     save_file(model.state_dict(), path)
-    config = ObjectiveConfig(teacher="deit_tiny.fb_in1k")
-    check_teacher(config)
-    loaded, _ = load_teacher(config, Preprocessing(), range(1000))
-    images = torch.randn(1, 3, 224, 224)
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(images), model.eval()(images))
+    assert_teaches(model, ObjectiveConfig(teacher="deit_tiny.fb_in1k"))
 
 
 def test_a_run_can_be_the_teacher(tmp_path):

@@ -44,11 +44,8 @@ def test_the_deit_recipe_is_the_published_one():
     assert augment.mixup_switch_prob == 0.5
     assert augment.auto_augment == "rand-m9-mstd0.5-inc1"
     assert (augment.color_jitter, augment.random_erasing, augment.repeats) == (0.4, 0.25, 3)
-    assert (config.input.interpolation, augment.hflip, config.input.crop_pct) == (
-        "bicubic",
-        0.5,
-        0.875,
-    )
+    assert augment.hflip == 0.5
+    assert (config.input.interpolation, config.input.crop_pct) == ("bicubic", 0.875)
     assert config.objective.label_smoothing == 0.1
     assert config.model.overrides["drop_path_rate"] == 0.1
 

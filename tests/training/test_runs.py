@@ -26,7 +26,7 @@ from locality.training.recorder import Recorder
 from locality.training.resolved_run import ResolvedRun
 from locality.training.state import TrainState
 
-from .conftest import tiny, train
+from .conftest import assert_same, tiny, train
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +83,7 @@ def test_the_last_snapshot_is_what_is_loaded(finished):
     weights = load_file(finished / "snapshots" / names[-1])
     model, config = load_run(finished)
     assert not model.training and config.engine.ema_decay == 0.5
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, weights[name])
+    assert_same(dict(model.state_dict()), weights)
 
 
 def test_the_average_starts_from_the_first_update_and_weighs_the_second(tmp_path):
@@ -108,8 +107,7 @@ def test_parameters_that_no_gradient_reaches_are_named_at_the_first_step(tmp_pat
 
 def test_initial_weights_come_back(finished):
     weights = load_file(finished / "snapshots" / "step-00000000.safetensors")
-    for name, value in initial_model(finished).state_dict().items():
-        assert torch.equal(value, weights[name])
+    assert_same(dict(initial_model(finished).state_dict()), weights)
 
 
 def test_a_folder_of_other_things_is_refused_and_left_alone(tmp_path):
@@ -143,8 +141,7 @@ def test_a_run_starts_from_another_runs_weights(finished, tmp_path):
     config = tiny(model__weights=str(finished), schedule__steps=2, schedule__snapshot_every=5)
     train(config, tmp_path / "run")
     donor, _ = load_run(finished)
-    for name, value in initial_model(tmp_path / "run").state_dict().items():
-        assert torch.equal(value, donor.state_dict()[name]), name
+    assert_same(initial_model(tmp_path / "run").state_dict(), donor.state_dict())
 
 
 def test_a_run_starts_from_a_file_of_weights(tmp_path):
@@ -153,8 +150,7 @@ def test_a_run_starts_from_a_file_of_weights(tmp_path):
     for path in (tmp_path / "weights", tmp_path / "weights" / "model.safetensors"):
         model, (note,) = initialize_model(tiny(model__weights=str(path)), "abcdefghij")
         assert "no class names" in note
-        for name, value in model.state_dict().items():
-            assert torch.equal(value, donor.state_dict()[name])
+        assert_same(model.state_dict(), donor.state_dict())
 
 
 def test_a_resumed_run_no_longer_needs_the_weights_it_started_from(tmp_path, interrupt):
