@@ -20,11 +20,9 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def restored_path():
+def restored_path(monkeypatch):
     """Undo changes of torch.hub and hubconf to `sys.path`."""
-    before = list(sys.path)
-    yield
-    sys.path[:] = before
+    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 def test_torch_hub_finds_every_model(restored_path):

@@ -10,12 +10,7 @@ import timm
 import torch
 from safetensors.torch import save_file
 from timm.data import resolve_data_config
-from timm.models import (
-    get_notrace_functions,
-    get_notrace_modules,
-    load_checkpoint,
-    save_for_hf,
-)
+from timm.models import get_notrace_functions, get_notrace_modules, load_checkpoint, save_for_hf
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import CheckpointSaver
@@ -118,10 +113,8 @@ def test_pruned_models_give_the_same_maps_and_train_whole(model):
         (found,) = pruned.forward_intermediates(x, [index], intermediates_only=True)
         torch.testing.assert_close(found, tap)
         features = pruned.train().forward_features(x)
-        assert features.shape[1:] == (
-            tap.shape[2] * tap.shape[3] + pruned.num_prefix_tokens,
-            pruned.num_features,
-        )
+        tokens = tap.shape[2] * tap.shape[3] + pruned.num_prefix_tokens
+        assert features.shape[1:] == (tokens, pruned.num_features)
         (features.sum() + found.sum()).backward()
         assert all(parameter.grad is not None for parameter in pruned.parameters())
         assert len(pruned.feature_info) == index + 1
@@ -153,17 +146,15 @@ def test_features_only_gives_maps_at_the_strides_it_states(model):
     extractor = timm.create_model(name, features_only=True, **MODELS[name])
     x = images(model)
     maps = extractor(x)
-    assert len(maps) == len(extractor.feature_info.channels()) == 3
-    strides = extractor.feature_info.reduction()
-    for tensor, channels, stride in zip(
-        maps, extractor.feature_info.channels(), strides, strict=True
-    ):
-        assert tensor.shape == (2, channels, x.shape[2] // stride, x.shape[3] // stride)
+    channels, strides = extractor.feature_info.channels(), extractor.feature_info.reduction()
+    assert len(maps) == len(channels) == 3
+    for tensor, width, stride in zip(maps, channels, strides, strict=True):
+        assert tensor.shape == (2, width, x.shape[2] // stride, x.shape[3] // stride)
     last = timm.create_model(name, features_only=True, out_indices=[-1], **MODELS[name])
     assert len(last(x)) == 1
     own = create_model(name.removeprefix("locality_"), features_only=True, **MODELS[name])
     assert [each.shape for each in own(x)] == [each.shape for each in maps]
-    assert own.feature_info.channels() == extractor.feature_info.channels()
+    assert own.feature_info.channels() == channels
     with pytest.raises(UserError, match="features_only=True"):
         create_model("deit_nano", out_indices=[-1])
 
@@ -234,12 +225,8 @@ def test_a_training_step_with_timms_tools(model, tmp_path):
     assert sorted(grouped) == sorted(id(p) for p in model.parameters())
     scales = {group["lr_scale"] for group in optimizer.param_groups}
     assert len(scales) >= 4 and max(scales) == 1
-    undecayed = {
-        id(p)
-        for group in optimizer.param_groups
-        if group["weight_decay"] == 0
-        for p in group["params"]
-    }
+    light = [group for group in optimizer.param_groups if group["weight_decay"] == 0]
+    undecayed = {id(p) for group in light for p in group["params"]}
     named = dict(model.named_parameters())
     assert {id(named[name]) for name in model.no_weight_decay()} <= undecayed
     scheduler, _ = create_scheduler_v2(optimizer, num_epochs=2)
@@ -250,8 +237,7 @@ def test_a_training_step_with_timms_tools(model, tmp_path):
     scheduler.step(1)
     assert not torch.equal(model.head.weight, before)
     folders = {"checkpoint_dir": str(tmp_path), "recovery_dir": str(tmp_path)}
-    saver = CheckpointSaver(model, optimizer, **folders)
-    saver.save_checkpoint(0, metric=1.0)
+    CheckpointSaver(model, optimizer, **folders).save_checkpoint(0, metric=1.0)
     name = model.pretrained_cfg["architecture"]
     again = timm.create_model(name, num_classes=10, **MODELS[name])
     load_checkpoint(again, str(tmp_path / "last.pth.tar"), use_ema=False)

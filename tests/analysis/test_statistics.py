@@ -3,12 +3,7 @@ import math
 import pytest
 from scipy import stats
 
-from locality.analysis.statistics import (
-    estimate,
-    holm,
-    paired_difference,
-    proportion_interval,
-)
+from locality.analysis.statistics import estimate, holm, paired_difference, proportion_interval
 
 
 def test_difference_is_the_paired_t_test():

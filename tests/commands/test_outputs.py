@@ -121,10 +121,7 @@ def test_tables_and_pages_of_other_commands_stay(place):
     assert wrote("benchmark convit_nano --output {}", page) == 2
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["transform timm/resnet18 {} --random", "convert saved {}"],
-)
+@pytest.mark.parametrize("command", ["transform timm/resnet18 {} --random", "convert saved {}"])
 def test_a_folder_that_holds_something_gets_no_model(command, place, capsys):
     (place / "config.json").write_text("{}")
     assert wrote(command, place) == 2
