@@ -198,11 +198,6 @@ def test_ten_batches_of_one_compiled_graph_agree(agrees_when_compiled, randomise
 
 
 @pytest.mark.slow
-def test_a_graph_for_each_size(compiles_once_a_size, randomise):
-    compiles_once_a_size(randomise(small()), images)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [{}, {"position": "every"}])
 def test_exports_with_any_batch_and_size(overrides, randomise):
     model = randomise(small(img_size=64, **overrides))

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from locality.models import build
 
@@ -110,16 +111,27 @@ def test_intermediates_are_the_maps_of_the_blocks(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("training", [False, True])
-def test_one_graph_without_breaks_holds_all_of_it(model, training):
+@pytest.mark.parametrize(("training", "gradients"), [(False, False), (False, True), (True, True)])
+def test_one_graph_without_breaks_for_each_size(model, training, gradients):
+    """Ten batches of two sizes in turn have equal logits, gradients and statistics."""
     copied = copy.deepcopy(model.train(training))
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    found = []
-    for each in (compiled, copied):
-        logits = each(images(model))
-        logits.square().sum().backward()
-        found.append([logits, *(p.grad for p in each.parameters() if p.grad is not None)])
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
-    for (name, ours), theirs in zip(model.named_buffers(), copied.buffers(), strict=True):
-        torch.testing.assert_close(ours, theirs, msg=name)
+    torch.compiler.reset()
+    counters.clear()
+    # A dynamic-shape graph has no backward pass for the resampled position embedding.
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
+    for number in range(10):
+        batch = torch.randn(2, 3, *((1 + number % 2) * side for side in model.img_size))
+        found = []
+        for each in (compiled, copied):
+            each.zero_grad()
+            with torch.set_grad_enabled(gradients):
+                logits = each(batch)
+            if gradients:
+                logits.square().sum().backward()
+            learning = [p.grad for p in each.parameters() if p.grad is not None]
+            found.append([logits, *learning, *each.buffers()])
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+    assert sum(counters["recompiles"].values()) <= 1

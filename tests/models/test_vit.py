@@ -190,13 +190,6 @@ def test_ten_batches_of_one_compiled_graph_agree(agrees_when_compiled):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpsa", "psa"])
-def test_a_graph_for_each_size(kind, compiles_once_a_size):
-    fields = {"depth": 3, "gpsa_layers": 2, "positional_attention": kind}
-    compiles_once_a_size(build("convit_nano", **fields), images)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_exports_with_a_dynamic_batch(name):
     model = build(name).eval()
