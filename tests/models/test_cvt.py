@@ -185,7 +185,7 @@ def test_fused_logits_are_the_same(overrides, randomise):
         fused.train()
 
 
-# Compilers, exporters, number formats
+# Compilers
 
 
 @pytest.mark.slow
@@ -195,17 +195,3 @@ def test_ten_batches_of_one_compiled_graph_agree(agrees_when_compiled, randomise
     stages = [first | {"embed_padding": 2}, {"embed_dim": 16, "num_heads": 2, "depth": 1}]
     model = build("cvt_13", stages=stages, num_classes=5, img_size=32)
     agrees_when_compiled(randomise(model).fuse(), images)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("overrides", [{}, {"position": "every"}])
-def test_exports_with_any_batch_and_size(overrides, randomise):
-    model = randomise(small(img_size=64, **overrides))
-    # The exporter specialises sizes with a single key.
-    batch, height, width = (torch.export.Dim(n, min=m) for n, m in (("b", 2), ("h", 48), ("w", 48)))
-    sizes = {0: batch} if overrides else {0: batch, 2: height, 3: width}
-    program = torch.export.export(model, (images(model, 4),), dynamic_shapes=(sizes,))
-    shapes = [(5, (64, 64))] if overrides else [(5, (64, 64)), (3, (50, 77))]
-    for count, size in shapes:
-        x = images(model, count, size)
-        torch.testing.assert_close(program.module()(x), model(x), rtol=1e-4, atol=1e-5)

@@ -189,17 +189,6 @@ def test_ten_batches_of_one_compiled_graph_agree(agrees_when_compiled):
     agrees_when_compiled(build("convit_nano", depth=2, gpsa_layers=1).eval(), images)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SMALL)
-def test_exports_with_a_dynamic_batch(name):
-    model = build(name).eval()
-    x = images(model)
-    batch = torch.export.Dim("batch")
-    program = torch.export.export(model, (x,), dynamic_shapes=({0: batch},))
-    seven = images(model, batch=7)
-    torch.testing.assert_close(program.module()(seven), model(seven))
-
-
 def test_drop_path_grows_linearly():
     model = build("convit_nano", drop_path_rate=0.3)
     rates = [getattr(block.drop_path, "drop_prob", 0.0) for block in model.blocks]
