@@ -8,6 +8,7 @@ import torch
 
 from locality.layers import (
     GatedPositionalSelfAttention,
+    LocalConvolution,
     PositionalSelfAttention,
     SelfAttention,
 )
@@ -61,12 +62,17 @@ def test_every_baseline_has_the_size_of_its_model():
             assert getattr(baseline.config, field) == getattr(row.config, field)
 
 
-def test_first_blocks_are_gpsa_the_rest_plain():
-    model = build("convit_nano")
-    kinds = [type(block.attn) for block in model.blocks]
-    assert kinds == [GatedPositionalSelfAttention] * 3 + [SelfAttention]
-    kinds = [type(b.attn) for b in build("convit_nano", positional_attention="psa").blocks]
-    assert kinds == [PositionalSelfAttention] * 3 + [SelfAttention]
+@pytest.mark.parametrize(
+    ("kind", "layer"),
+    [
+        ("gpsa", GatedPositionalSelfAttention),
+        ("psa", PositionalSelfAttention),
+        ("conv", LocalConvolution),
+    ],
+)
+def test_first_blocks_are_positional_the_rest_plain(kind, layer):
+    model = build("convit_nano", positional_attention=kind)
+    assert [type(block.attn) for block in model.blocks] == [layer] * 3 + [SelfAttention]
 
 
 ATTENTION = [{"positional_attention": name} for name in get_args(PositionalAttention)]
