@@ -60,14 +60,10 @@ def test_embeddings_follow_strides_given_with_them():
 def test_values_for_all_stages_for_each_and_for_each_block():
     assert per_stage(CVT_13.with_overrides(kv_stride=1), "kv_stride") == [1, 1, 1]
     assert per_stage(CVT_13.with_overrides(kv_stride=[1, 2, 1]), "kv_stride") == [1, 2, 1]
-    blocks = CVT_13.with_overrides(mlp_ratio=range_of(13)).stages
+    blocks = CVT_13.with_overrides(mlp_ratio=list(range(1, 14))).stages
     assert [stage.mlp_ratios for stage in blocks] == [(1,), (2, 3), tuple(range(4, 14))]
     kinds = ("conv", "linear", "avg")
     assert tuple(per_stage(CVT_13.with_overrides(projection=kinds), "projection")) == kinds
-
-
-def range_of(count):
-    return list(range(1, count + 1))
 
 
 def test_blocks_are_dealt_to_the_depths_given_with_them():

@@ -146,10 +146,7 @@ def test_gates_nonlocality_and_centres_are_measured():
     assert (first["grid"], last["grid"], last["key_grid"]) == ([8, 8], [4, 4], [8, 8])
     assert first["heads"] == 10
     assert first["gates"] == pytest.approx([0.7311] * 9 + [0.2689], abs=1e-4)
-    down, right = torch.tensor(first["centres"]).unbind(1)
-    assert torch.stack((down, right), 1)[:9].tolist() == [
-        [i, j] for i in (-1.0, 0.0, 1.0) for j in (-1.0, 0.0, 1.0)
-    ]
+    assert first["centres"][:9] == [[i, j] for i in (-1, 0, 1) for j in (-1, 0, 1)]
     # A head attends to one neighbour, 1 or √2 tokens away; with stride 2, half as far in queries.
     # At the border it attends to padding, which has no position.
     away = first["position_nonlocality"]
