@@ -206,17 +206,12 @@ def test_a_processor_of_transformers(processor, tmp_path, randomise, image):
     same_as_transformers(*saved, tmp_path, image)
 
 
-def change(folder, **fields):
-    content = json.loads((folder / "config.json").read_text())
-    content |= fields
+def refused_with(fields, named, folder):
+    content = json.loads((folder / "config.json").read_text()) | fields
     beside = ("label_names", "architecture", "pretrained_cfg")
     args = {name: value for name, value in fields.items() if name not in beside}
     content["model_args"] = content.get("model_args", {}) | args
     (folder / "config.json").write_text(json.dumps(content))
-
-
-def refused_with(fields, named, folder):
-    change(folder, **fields)
     with pytest.raises(UserError, match=named) as caught:
         open_model(folder)
     assert "config.json" in str(caught.value)

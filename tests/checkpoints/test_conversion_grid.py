@@ -255,8 +255,8 @@ REFERENCES = {
 
 def check(model, to: str, folder: Path, capsys, seen: dict[str, int]) -> None:
     """One case: convert, compare with the reference, read back."""
-    source, target = save(model, folder / "ours"), folder / f"{to}.pth"
-    target = target if to != "locality" else folder / "again"
+    source = save(model, folder / "ours")
+    target = folder / ("again" if to == "locality" else f"{to}.pth")
     code = main(["convert", str(source), str(target), "--to", to, "--overwrite"])
     out, err = capsys.readouterr()
     if code:
