@@ -39,6 +39,7 @@ SHORT = {
     "engine.batch_size": "--batch",
     "engine.threads": "--threads",
 }
+_LENGTHS = ("schedule.steps", "schedule.epochs")
 
 
 def train(arguments: Sequence[str], command: str = "train") -> None:
@@ -254,9 +255,9 @@ def resolve(
     if output is None:
         length = f"{config.schedule.length:g}{config.schedule.unit}"
         length = length if span is None else f"{span:g}min"
-        what = [place_name(given["data.root"]), *([config.model.name] * ("model.name" in given))]
-        place = "-".join([*what, length, f"s{config.seed}"]).replace("/", "-")
-        folder = Path("runs", name, place)
+        model = f"-{config.model.name.replace('/', '-')}" if "model.name" in given else ""
+        place = place_name(given["data.root"])
+        folder = Path("runs", name, f"{place}{model}-{length}-s{config.seed}")
     if is_run_folder(folder):
         begun = read_config(folder)
         if output is not None and minutes is not None and not quiet:
@@ -273,9 +274,6 @@ def resolve(
     return chosen.config, folder, chosen
 
 
-_LENGTHS = ("schedule.steps", "schedule.epochs")
-
-
 def resumed(run: Path, given: Mapping[str, Any]) -> RunConfig:
     """The configuration of a resumed run with changed settings; model and schedule cannot change.
 
@@ -283,6 +281,7 @@ def resumed(run: Path, given: Mapping[str, Any]) -> RunConfig:
         UserError: if they do, or for an invalid setting.
     """
     begun = read_config(run)
+    # Compared before they are applied, as old and new settings may exclude each other.
     before = flatten(to_dict(begun))
     changed = {name: value for name, value in given.items() if value != before.get(name)}
     if "model.name" in changed:

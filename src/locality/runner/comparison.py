@@ -158,14 +158,14 @@ def _choose_configs(spec: ComparisonSpec, jobs: int, threads: int) -> dict[str, 
     given |= {"data.workers": 0} if jobs > 1 else {}  # training uses all cores
     smallest = recipe(name, given | {"data.fraction": min(spec.fractions)}).data
     open_data(smallest, seed=0)  # fails if a class is empty
-    for number in range(spec.folds or 1):
-        fold = {"data.fold": (number, spec.folds)} if spec.folds else {}
-        verify(open_data(recipe(name, given | fold).data, seed=0).val)
+    splits = open_data(recipe(name, given).data, seed=0)
+    verify(splits.val)
+    if spec.folds:
+        verify(splits.train)  # validation images of the other folds
     starts = {model: _start(spec, model) for model in spec.models}
     if spec.minutes is None:
         length = {"schedule.steps": spec.steps}
         return {model: recipe(name, given | of | length) for model, of in starts.items()}
-    splits = open_data(recipe(name, given).data, seed=0)
     small = not spec.pretrained and (spec.img_size or SMALL_SIDE) <= SMALL_SIDE
     alike = {"engine.batch_size": batch_size(len(splits.train), small)} | given
     with arithmetic_threads(threads):
