@@ -39,12 +39,13 @@ MODELS = {
         [(8, 8)],
     ),
     "cvt with positions": (CVT.with_overrides(position="first", depth=1), [(32, 32)]),
+    "cvt, every position": (CVT.with_overrides(position="every", depth=1), [(32, 32)]),
 }
 CLASSES = [f"class {index}" for index in range(10)]
 
 
 # Exporting convolutions is slow.
-SLOW = ("convit", "cvt", "psa", "cvt with positions")
+SLOW = ("convit", "cvt", "psa", "cvt with positions", "cvt, every position")
 
 
 @pytest.fixture(

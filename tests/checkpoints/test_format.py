@@ -112,7 +112,7 @@ def test_the_card_states_what_was_measured_and_nothing_else(tmp_path):
     assert "97.25" in text and "50%" in text and "3×8×8" in text
     assert "private" not in text and "None" not in text and "Top-5" not in text
     data = ModelCard(text).data
-    assert data.library_name == "locality"
+    assert data.library_name == "locality" and data.datasets is None
     (measured,) = data.eval_results
     assert (measured.dataset_name, measured.metric_value) == ("digits", 97.25)
     save(build("convit_nano"), tmp_path)

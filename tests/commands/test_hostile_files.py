@@ -616,7 +616,7 @@ def in_a_child(command: str, root: Path) -> tuple[int, str, float, int]:
                 os.dup2(file.fileno(), 1)
                 sys.stderr = sys.stdout = file
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
-                signal.alarm(15 * SECONDS)  # one that waits uses no processor
+                signal.alarm(3 * SECONDS)  # one that waits uses no processor
                 try:
                     code = main(command.split(" "))
                 except BaseException:

@@ -31,6 +31,7 @@ SHORT = {
     "schedule.warmup": 2,
     "schedule.eval_every": 3,
 }
+FROM_OUTSIDE = r"killed from outside \(SIGKILL\), .* memory .*the same command resumes"
 # Everything that draws random numbers or has state.
 EVERYTHING = {
     "augment.mixup": 0.8,

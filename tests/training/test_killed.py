@@ -14,9 +14,7 @@ from locality.checkpoints.run_state import load_best_state
 from locality.errors import ProcessKilled
 from locality.training.loop import Loop
 
-from .conftest import assert_same_run, tiny, train
-
-FROM_OUTSIDE = r"killed from outside \(SIGKILL\), .* memory .*the same command resumes"
+from .conftest import FROM_OUTSIDE, assert_same_run, tiny, train
 
 
 def kill_a_worker() -> None:

@@ -16,7 +16,7 @@ from locality.training.objective import Objective
 from locality.training.processes import Collectives
 from locality.training.resolved_run import ResolvedRun
 
-from .conftest import assert_same_run, tiny, train, train_interrupted
+from .conftest import FROM_OUTSIDE, assert_same_run, tiny, train, train_interrupted
 
 # Marked as a whole; the Makefile runs this file separately, as every test that forks ranks:
 # once torch.compile has run in a process, its forks cannot train.
@@ -127,7 +127,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(rank, tmp_path, monkeypatch)
 
     with monkeypatch.context() as patch:
         patch.setattr(Collectives, "all_reduce_metrics", struck)
-        with pytest.raises(ProcessKilled, match=f"rank {rank} .*SIGKILL.*the same command resumes"):
+        with pytest.raises(ProcessKilled, match=f"rank {rank} .*{FROM_OUTSIDE}"):
             train(config, tmp_path / "run")
     train(config, tmp_path / "run")
     assert_same_run(tmp_path / "run", tmp_path / "whole")
