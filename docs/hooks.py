@@ -3,7 +3,7 @@
 Nothing is written twice. Pages at the top of the repository become pages of the site, links are
 made to point there, and other files that pages link to are put beside them as text. The reference
 lists names; mkdocstrings takes what it says of them from the docstrings, without importing them.
-`digits.md` and `clothes.md` become pages on which models compute.
+Two pages beside `live.md` compute models of `docs/live/`.
 """
 
 from __future__ import annotations
@@ -120,6 +120,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, modules in REFERENCE.items():
         page = File.generated(config, f"reference/{name}.md", content=reference(modules))
         files.append(page)
+    for folder in sorted((ROOT / "docs/live").iterdir()):
+        content = computed_page(folder)
+        files.append(File.generated(config, f"{folder.name}.html", content=content))
     return files
 
 
@@ -137,7 +140,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return markdown
     source = {value: key for key, value in TOP.items()}.get(place, f"docs/{place}")
     paths = dict(linked(source))
-    if place in ("findings.md", "scale.md") or place.startswith("results/"):
+    if place == "findings.md" or place.startswith("results/"):
         page.meta["hide"] = ["toc"]  # tables need the width
 
     def moved(found: re.Match[str]) -> str:
@@ -148,17 +151,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return LINK.sub(moved, markdown)
 
 
-def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Of a page with models of its own in `docs/live/`, their live page over what it says."""
-    folder = ROOT / "docs/live" / PurePosixPath(page.file.src_uri).stem
-    if not folder.is_dir():
-        return output
+def computed_page(folder: Path) -> str:
+    """A live page of the models and images in a folder of `docs/live/`."""
     subjects = [open_model(folder / name) for name in ("convit_nano", "deit_nano")]
     strip = Image.open(folder / "examples.png")  # square images, one beside the other
     side, classes = strip.height, subjects[0].classes or ()
     images = [strip.crop((x, 0, x + side, side)) for x in range(0, strip.width, side)]
     labels = [classes[index % len(classes)] for index in range(len(images))]
-    about = re.sub(r"<h1.*?</h1>", "", page.content or "", flags=re.DOTALL)
+    about = '<p><a href="live.html">About this page</a></p>'
     return live_page(subjects, images, labels, digits=folder.name == "digits", about=about)
 
 

@@ -1,7 +1,7 @@
 """Recipes: named runs, each a function that returns a complete configuration.
 
 Docstrings give the command, the cost and the expected result. Cost is in exaFLOPs (10¹⁸) of
-training: 3 × forward, 2 operations per multiply-accumulate; docs/scale.md has the hours. The
+training: 3 × forward, 2 operations per multiply-accumulate; docs/clusters.md has the hours. The
 ImageNet-sized recipes have not been run here: their expected numbers are the papers'.
 
 Any setting can be overridden on the command line:
