@@ -281,7 +281,7 @@ def table_naming(name: str) -> Damage:
         for number in range(4):
             write(f"images/{number}.png", png(8, 8, rows(8, 8)))(root)
         listed = "".join(f"{number}.png,{number % 2}\n" for number in range(4))
-        write("images/labels.csv", f"{listed}{name},0\n")(root)
+        write("images/labels.csv", f"image,label\n{listed}{name},0\n")(root)
 
     return damage
 

@@ -138,7 +138,7 @@ def test_data_check(tmp_path, class_folders, cli):
     folder = class_folders(tmp_path / "images", counts)
     cli("data", "check", folder, "--quiet", "--workers=1")
     rows = [f"{file.relative_to(tmp_path)},{file.parent.name}\n" for file in folder.rglob("*.png")]
-    (tmp_path / "labels.csv").write_text("".join(rows))
+    (tmp_path / "labels.csv").write_text("".join(["image,label\n", *rows]))
     assert "2 classes" in cli("data", "check", tmp_path, "--quiet", "--workers=1").out
     (folder / "train" / "cat" / "b.png").write_bytes(b"not an image")
     assert "b.png" in cli("data", "check", folder, "--quiet", "--workers=1", code=1).out

@@ -42,6 +42,8 @@ _CLASSES = 20  # maximum number of classes in printed tables
 _PREDICTED, _EVALUATED = b"path,prediction,", b"path,label,prediction,"
 _RESTRICTIONS = "part fraction train_part val_part fold first_classes skip_classes"
 _WHOLE = {f"data.{name}": getattr(DataConfig(), name) for name in _RESTRICTIONS.split()}
+_READING = {"dataset", "allow_outside", "grey_bits", "max_pixels", "exif"}
+_READING |= {"image_column", "label_column"}
 _IMAGES = "files or folders; a run's validation images by default"
 
 
@@ -412,21 +414,29 @@ def folders(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "folder", nargs="?", default=None, help="with train/ and val/, or one folder per class"
     )
-    parser.add("--dataset", None, "by default table if there is a labels.csv, else folder")
-    parser.add("--allow_outside", False, "read images outside of the table's folder")
-    parser.add("--grey_bits", 16, "bits used by 16-bit grey images, as --data.grey_bits")
     parser.add("--workers", None, "number of processes", checks.Count)
     parser.add("--quiet", False, "print no progress bar")
+    read = [
+        "dataset",
+        "allow_outside",
+        "grey_bits",
+        "max_pixels",
+        "exif",
+        "image_column",
+        "label_column",
+    ]
+    unread = {setting.name for setting in dataclasses.fields(DataConfig)}.difference(read)
+    parser.add_settings(DataConfig(), "data.", skip=unread, short={"dataset": "--dataset"})
     options = parser.read(arguments)
 
-    given = options.folder and images_at(Path(options.folder))["data.dataset"]
+    given = {name.removeprefix("data."): value for name, value in parser.settings.items()}
+    if options.folder and "dataset" not in given:
+        given["dataset"] = images_at(Path(options.folder))["data.dataset"]
     report = data.check(
         options.folder,
-        dataset=options.dataset or given or "folder",
         workers=options.workers,
         progress=not options.quiet,
-        allow_outside=options.allow_outside,
-        grey_bits=options.grey_bits,
+        **given,
     )
     print("\n".join(report.lines()))
     return 0 if report.ok else 1

@@ -86,8 +86,8 @@ class DataConfig:
         exif: apply the EXIF orientation. Off by default, as in the published evaluations.
         grey_bits: bits that 16-bit greys use: 12 if 4095 is white, as in files of many cameras.
         real_labels: path of the ReaL labels, `real.json`; required by `imagenet_real`.
-        image_column: image column of an `arrow` dataset or, by name or number from 1, of a
-            `table`; needed if several columns qualify.
+        image_column: image column of an `arrow` dataset, if several qualify, or of a `table`, by
+            name or, if it has no heading, number from 1; "image" by default.
         label_column: the same for labels.
         allow_outside: read images outside the folder that a `table` or `arrow` dataset refers to.
             Off by default: they could be any file on this machine.

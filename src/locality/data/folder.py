@@ -285,8 +285,7 @@ def is_inside(folder: Path | str, path: str) -> bool:
 
 def outside_error(sentence: str, folder: Path) -> UserError:
     """The error for an image that a table names outside its folder."""
-    remedy = "set data.allow_outside, or --allow_outside of `data check`"
-    return UserError(f"{sentence}, outside of '{folder}'; {remedy}")
+    return UserError(f"{sentence}, outside of '{folder}'; --data.allow_outside true reads it")
 
 
 def place_name(root: Path | str) -> str:

@@ -15,7 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -144,22 +144,21 @@ def check(
     folder: Path | str | None,
     *,
     dataset: str = "folder",
-    allow_outside: bool = False,
-    grey_bits: int = 16,
     workers: int | None = None,
     progress: bool = True,
+    **settings: Any,
 ) -> CheckReport:
     """Decode every image of a dataset and report its faults.
 
     Args:
         folder: a folder with train/ and val/ or with class folders; or another dataset's root.
         dataset: one of `DATASETS`.
-        allow_outside, grey_bits: as in `DataConfig`.
         workers: processes; None uses all processors this process may use.
         progress: show a progress bar.
+        settings: of `DataConfig`.
     """
     root = None if folder is None else str(folder)
-    config = DataConfig(dataset, root, allow_outside=allow_outside, grey_bits=grey_bits)
+    config = DataConfig(dataset, root, **settings)
     report = CheckReport(config.root or dataset)
     found: dict[str, tuple[list[str], ImageSource]]
     if dataset == "folder":
