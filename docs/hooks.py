@@ -148,6 +148,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return found[2]
         return relpath(place_of(paths[found[2]]), PurePosixPath(place).parent)
 
+    def local(found: re.Match[str]) -> str:
+        page = files.get_file_from_path(f"{found[1]}.md") or files.get_file_from_path(
+            found[1] + ".html"
+        )
+        assert page is not None, f"{source}: no page {found[1]}"
+        return relpath(page.src_uri, PurePosixPath(place).parent)
+
+    markdown = re.sub(rf"{re.escape(config.site_url)}([\w/]+)\.html", local, markdown)
     return LINK.sub(moved, markdown)
 
 
