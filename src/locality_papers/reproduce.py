@@ -123,7 +123,9 @@ def reproduce(
                 f"{same[0]} does not depend on the fraction; omit it, or name an experiment that "
                 f"compares fractions, such as convit/table-2"
             )
-    wanted = with_needs(run for spec in specs.values() for run in spec.runs)
+    # Seed by seed, so that all cells have as many whenever it stops.
+    runs_of_all = [run for spec in specs.values() for run in spec.runs]
+    wanted = with_needs(sorted(runs_of_all, key=lambda run: run.config.seed))
     about = f"{name} at scale {chosen.name}: {chosen.about}"
     if dry_run:
         # Timing the steps of large models takes minutes.

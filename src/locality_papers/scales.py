@@ -28,7 +28,10 @@ from locality_papers.measures import Measure, Quantity, absent, computed, measur
 
 FAMILIES = ("ConViT", "DeiT")
 FRACTIONS = (0.05, 0.1, 0.3, 0.5, 1.0)
-_FOLDERS = {"imagenet100": "imagenet"}  # datasets that are a part of another
+# Datasets that are made of another.
+_FOLDERS = {"imagenet100": "imagenet"} | {
+    name: row["of"] for name, row in DATASETS.items() if "of" in row
+}
 
 
 @cache  # thousands of runs use the same few

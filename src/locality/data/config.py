@@ -54,9 +54,11 @@ class DataConfig:
     Attributes:
         dataset: digits, folder (a folder of images per class), table, arrow, cifar10, cifar100,
             fashion_mnist, flowers102, pets, imagenet, imagenet100, imagenet_v2, imagenet_real,
-            or motifs_0, motifs_50 or motifs_100 (`locality.data.motifs`).
-        root: folder of the dataset; `digits` and motifs have none, and `fashion_mnist` needs none
-            if Debian's package is installed.
+            or, with shuffled patches (`locality.data.shuffled`), digits_permuted,
+            digits_shuffled_25, digits_shuffled_50, digits_shuffled_100, fashion_mnist_permuted,
+            fashion_mnist_shuffled_25, fashion_mnist_shuffled_50 or fashion_mnist_shuffled_100.
+        root: folder of the dataset; `digits` has none, and `fashion_mnist` needs none if Debian's
+            package is installed.
         download: let torchvision fetch what is missing (CIFAR, Fashion-MNIST, Flowers-102, Pets).
         part: part of each class's images available for training and evaluation, as two fractions
             of a fixed order: (0, 0.25) to choose settings and (0.25, 1) to report share no image,
