@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -168,6 +168,7 @@ class CheckpointFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.saved_step: int | None = None
+        self._damaged: list[str] = []
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
@@ -214,25 +215,17 @@ class CheckpointFolder:
     def load(self) -> tuple[dict[str, Any] | None, str, list[str]]:
         """The newest intact checkpoint, or None if none was written.
 
-        Damaged ones are renamed to `….damaged`, so that they cannot replace a good one.
-
         Returns:
             the state, its filename ("" for none), and a sentence for each file skipped.
 
         Raises:
             DamagedCheckpoint: if all existing checkpoints are damaged.
         """
-        # Temporary files of a process killed while saving.
-        leftovers = list(self.path.glob(".*.tmp"))
-        for leftover in leftovers:
-            leftover.unlink(missing_ok=True)
         state, name, damaged = _newest_valid(self.path, (LAST, PREVIOUS))
-        for each in damaged:
-            os.replace(self.path / each, (self.path / each).with_suffix(".ckpt.damaged"))
-        passed_over = list(damaged.values())
+        self._damaged, passed_over = list(damaged), list(damaged.values())
         if state is not None:
             self.saved_step = state["step"]
-            if name == PREVIOUS and not passed_over and not leftovers:
+            if name == PREVIOUS and not passed_over and not any(self._leftovers()):
                 passed_over = [f"checkpoint {self.path / LAST} is missing"]
         elif passed_over:
             raise DamagedCheckpoint(
@@ -240,6 +233,19 @@ class CheckpointFolder:
                 + ". No intact checkpoint is left: start again in a new folder"
             )
         return state, name, passed_over
+
+    def _leftovers(self) -> Iterator[Path]:
+        """Temporary files of a process killed while saving."""
+        return self.path.glob(".*.tmp")
+
+    def tidy(self) -> None:
+        """Remove leftovers, and rename checkpoints that `load` found damaged to `….damaged`, so
+        that they cannot replace a good one."""
+        for leftover in self._leftovers():
+            leftover.unlink(missing_ok=True)
+        for name in self._damaged:
+            os.replace(self.path / name, (self.path / name).with_suffix(".ckpt.damaged"))
+        self._damaged = []
 
     def start(self, state: Mapping[str, Any]) -> None:
         """Copy `state` and save the copy in a thread, after waiting for the previous one.

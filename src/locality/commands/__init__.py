@@ -88,6 +88,15 @@ def images_at(path: Path) -> dict[str, Any]:
     return {"data.root": str(path), "data.dataset": "table" if table else "folder"}
 
 
+def folder_name(images: Path | str) -> str:
+    """The images' part of a run's name: their path from here, such as clothes-train."""
+    path = Path(images).resolve()
+    path = path.parent if path.is_file() else path
+    here = Path.cwd()
+    parts = path.relative_to(here).parts if path != here and path.is_relative_to(here) else ()
+    return "-".join((parts or path.parts[1:])[-3:]) or "images"
+
+
 def page_in(given: Sequence[str], name: str) -> Path:
     """Default path of a page: in the given folder if it is the only one, else here."""
     place = Path(given[0])

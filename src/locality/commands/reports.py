@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from locality import checks
-from locality.commands import images_at, page_in, report_unreadable, say
+from locality.commands import folder_name, images_at, page_in, report_unreadable, say
 from locality.commands.parsing import Parser
-from locality.data.folder import place_name
 from locality.errors import UserError, one_line
 from locality.files import check_output
 from locality.models.variants import PREFIX, variant
@@ -110,7 +109,7 @@ def compare(arguments: Sequence[str]) -> int:
     asked = comparison.ComparisonSpec(data, tuple(names or comparison.SCRATCH), **chosen)
     length = f"{asked.minutes:g}min" if asked.minutes else f"{asked.steps}steps"
     kind = "-pretrained" if asked.pretrained else ""
-    folder = Path(options.output or f"runs/compare/{place_name(options.images)}{kind}-{length}")
+    folder = Path(options.output or f"runs/compare/{folder_name(options.images)}{kind}-{length}")
     output = folder / "comparison.html"
     check_output(output, PAGE_MARK)
     keep = not options.dry_run

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from locality import checks, training
 from locality.checkpoints.registry import is_run_folder, missing
-from locality.commands import images_at, say
+from locality.commands import folder_name, images_at, say
 from locality.commands.parsing import Parser, first_word, peek
-from locality.data.folder import place_name
 from locality.errors import UserError, printable, some, unknown
 from locality.files import check_output, read_yaml
 from locality.machine import is_main_process
@@ -256,8 +255,8 @@ def resolve(
         length = f"{config.schedule.length:g}{config.schedule.unit}"
         length = length if span is None else f"{span:g}min"
         model = f"-{config.model.name.replace('/', '-')}" if "model.name" in given else ""
-        place = place_name(given["data.root"])
-        folder = Path("runs", name, f"{place}{model}-{length}-s{config.seed}")
+        images = folder_name(given["data.root"])
+        folder = Path("runs", name, f"{images}{model}-{length}-s{config.seed}")
     if is_run_folder(folder):
         begun = read_config(folder)
         if output is not None and minutes is not None and not quiet:

@@ -289,9 +289,10 @@ def outside_error(sentence: str, folder: Path) -> UserError:
 
 
 def place_name(root: Path | str) -> str:
-    """The name of the folder of custom images, or of their table."""
+    """The name of the folder of custom images, or of their table: "photos", "clothes/train"."""
     path = Path(root).resolve()
-    return path.parent.name if path.is_file() else path.name
+    path = path.parent if path.is_file() else path
+    return "/".join(path.parts[-2:]) if part_of(path.name) else path.name
 
 
 def short_name(path: Path | str) -> str:

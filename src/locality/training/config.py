@@ -382,11 +382,11 @@ def check_places(config: RunConfig, folder: Path) -> None:
 
 def check_folder(folder: Path, config: RunConfig) -> None:
     """Check that a folder is writable, and is free or belongs to this configuration."""
-    place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    if not place.is_dir():
-        raise UserError(f"{place} is a file; a run needs a folder")
+    existing = existing_folder(folder)
+    if not existing.is_dir():
+        raise UserError(f"{existing} is a file; a run needs a folder")
     with writing(folder):
-        tempfile.TemporaryDirectory(dir=place).cleanup()
+        tempfile.TemporaryDirectory(dir=existing).cleanup()
     if not is_run_folder(folder):
         names = sorted(entry.name for entry in folder.glob("*"))
         ours = ("lock", "checkpoints")
@@ -396,6 +396,11 @@ def check_folder(folder: Path, config: RunConfig) -> None:
             )
     else:
         check_same(folder, read_config(folder), config)
+
+
+def existing_folder(folder: Path) -> Path:
+    """The folder, or its nearest parent that exists."""
+    return next(each for each in (folder, *folder.absolute().parents) if each.exists())
 
 
 def check_same(folder: Path, before: RunConfig, now: RunConfig) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from lightning_fabric import Fabric
 from torch.multiprocessing import ProcessExitedException
 
+from locality.checkpoints.registry import is_run_folder
 from locality.checkpoints.run_state import DamagedCheckpoint, read_checkpoint
 from locality.data.loader import translate_killed_worker
 from locality.data.validation import verify
@@ -25,7 +27,7 @@ from locality.files import write_atomic
 from locality.layers.cpu import arithmetic_threads
 from locality.models import ImageClassifier
 from locality.settings import from_dict
-from locality.training.config import RunConfig, check_places, check_same
+from locality.training.config import RunConfig, check_folder, check_places, check_same
 from locality.training.devices import create_fabric
 from locality.training.loop import Loop, Replan
 from locality.training.model import build_model
@@ -147,14 +149,14 @@ def _clear_frames(error: BaseException | None) -> None:
 
 def _train(training: Training, fabric: Fabric) -> dict[str, Any] | Exception:
     config, folder, quiet = training.config, training.folder, training.quiet
-    shared: Any = None
     opened: _Opened | None = None
-    if fabric.is_global_zero:
-        try:
-            shared, opened = _open_on_rank0(training)
-        except (UserError, OSError, DamagedCheckpoint) as error:
-            shared = error
-    shared = fabric.broadcast(shared)
+
+    def check() -> dict[str, Any] | str:
+        nonlocal opened
+        shared, opened = _check(training)
+        return shared
+
+    shared = _on_rank0(fabric, check)
     if isinstance(shared, Exception):
         return shared
     if isinstance(shared, dict):
@@ -174,6 +176,8 @@ def _train(training: Training, fabric: Fabric) -> dict[str, Any] | Exception:
             model = build_model(config, len(run.splits.classes))
         parts = training.components(fabric, run, model)
         state = TrainState() if checkpoint is None else parts.load(checkpoint)
+        if error := _on_rank0(fabric, lambda: _begin(folder, run, checkpoint)):
+            return error
         recorder: Any = NoRecorder()
         if fabric.is_global_zero:
             recorder = Recorder(folder, run, state, quiet)
@@ -187,11 +191,22 @@ def _train(training: Training, fabric: Fabric) -> dict[str, Any] | Exception:
             return fabric.broadcast(recorder.finish(loop.run()))
 
 
+def _on_rank0(fabric: Fabric, function: Callable[[], Any]) -> Any:
+    """The value of `function` on rank 0, or the error it raised, in every process."""
+    outcome: Any = None
+    if fabric.is_global_zero:
+        try:
+            outcome = function()
+        except (UserError, OSError, DamagedCheckpoint) as error:
+            outcome = error
+    return fabric.broadcast(outcome)
+
+
 _Opened = tuple[ResolvedRun, dict[str, Any] | None]
 
 
-def _open_on_rank0(training: Training) -> tuple[Any, _Opened | None]:
-    """Check everything and lock the folder.
+def _check(training: Training) -> tuple[dict[str, Any] | str, _Opened | None]:
+    """Check everything without writing, and lock the folder if it is a run's.
 
     Returns:
         for every rank, the result of a finished run, or the name of the checkpoint to resume, ""
@@ -205,8 +220,9 @@ def _open_on_rank0(training: Training) -> tuple[Any, _Opened | None]:
     check_places(config, folder.path)
     run = training.resolve()
     run.check_start()
-    folder.prepare(config)
-    splits = run.splits
+    if is_run_folder(folder.path):
+        folder.lock.acquire()
+        check_folder(folder.path, config)
     result = folder.read_result(whole=True)
     if result is not None:
         _check_images(folder, run, result.get("images"))
@@ -220,18 +236,31 @@ def _open_on_rank0(training: Training) -> tuple[Any, _Opened | None]:
         with prefix_errors(folder.config_file):  # it may have been edited
             check_same(folder.path, from_dict(RunConfig, checkpoint["config"]), config)
         changed = _check_images(folder, run, checkpoint["data"])
-        if changed and (folder.classes() != splits.classes or checkpoint["step"] > run.plan.steps):
+        classes = run.splits.classes
+        if changed and (folder.classes() != classes or checkpoint["step"] > run.plan.steps):
             raise UserError(
                 f"{changed[0]}, and so have the classes or the number of steps, so the run cannot "
                 f"continue; restore them or start in a new folder"
             )
-        run.notes += changed + restore_metrics(folder, checkpoint)
+        run.notes += changed
     elif config.data.on_bad(training=False) == "error":
-        run.notes += [note for note in [verify(splits.val)] if note]
+        run.notes += [note for note in [verify(run.splits.val)] if note]
+    return name, (run, checkpoint)
+
+
+def _begin(folder: RunFolder, run: ResolvedRun, checkpoint: Mapping[str, Any] | None) -> None:
+    """Lock and write the folder: the run's settings, classes and images.
+
+    Raises:
+        UserError: if another run has taken the folder, or it cannot be written to.
+    """
+    folder.prepare(run.config)
+    if checkpoint is not None:
+        run.notes += restore_metrics(folder, checkpoint)
+    splits = run.splits
     write_atomic(folder.images_file, run.images.table)
     folder.write_json(folder.classes_file, splits.classes)
     folder.write_json(folder.counts_file, splits.train.counts(splits.classes))
-    return name, (run, checkpoint)
 
 
 def _check_images(folder: RunFolder, run: ResolvedRun, before: str | None) -> list[str]:

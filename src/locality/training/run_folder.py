@@ -33,12 +33,18 @@ from typing import IO, Any
 import psutil
 
 from locality import settings
-from locality.checkpoints.registry import read_class_names, read_result
+from locality.checkpoints.registry import is_run_folder, read_class_names, read_result
 from locality.checkpoints.run_state import CheckpointFolder
 from locality.errors import RunFailed, UserError, wrap_errors
 from locality.files import read_rows, read_shaped, write_atomic
 from locality.machine import describe_environment
-from locality.training.config import RunConfig, check_folder, read_config, writing
+from locality.training.config import (
+    RunConfig,
+    check_folder,
+    existing_folder,
+    read_config,
+    writing,
+)
 from locality.training.evaluation import Predictions
 
 # Loading processes of a killed run exit, and release the lock, within 5 s.
@@ -75,7 +81,7 @@ class RunFolder:
         return self.result_file.exists()
 
     def prepare(self, config: RunConfig) -> None:
-        """Create, check and lock the folder, and write the configuration.
+        """Create the folder, lock it unless it is locked, and write the configuration.
 
         Raises:
             UserError: if it belongs to another configuration or another process, has other
@@ -83,15 +89,21 @@ class RunFolder:
         """
         with writing(self.path):
             self.checkpoints.path.mkdir(parents=True, exist_ok=True)
-            self.lock.acquire()
-            check_folder(self.path, config)
+            if not self.lock.is_held:
+                self.lock.acquire()
+                check_folder(self.path, config)
+                if is_run_folder(self.path):
+                    raise UserError(
+                        f"another process has just started {self.path}; repeat the command"
+                    )
+            self.checkpoints.tidy()
             self.write_config(config)
 
     def check_space(self, checkpoint_bytes: int, best: bool = False) -> None:
         """Check that the disk has room for all checkpoints of the run."""
         there = sum(file.stat().st_size for file in self.checkpoints.path.glob("*.ckpt"))
         needed = (3 + best) * checkpoint_bytes - there
-        free = shutil.disk_usage(self.path).free
+        free = shutil.disk_usage(existing_folder(self.path)).free
         if free < needed:
             raise UserError(
                 f"run folder {self.path} needs {needed / 1e6:.0f} MB for checkpoints, but its disk "
@@ -211,6 +223,12 @@ class FolderLock:
         self.path = path
         self._main_pid = os.getpid()
         self._file: IO[str] | None = None
+        self._before = ""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this object holds the lock."""
+        return self._file is not None
 
     def acquire(self, timeout: float = STALE_LOCK_SECONDS) -> None:
         """Lock the folder.
@@ -229,15 +247,22 @@ class FolderLock:
                 holder = read_shaped(self.path, {"pid": int, "host": str}, {})
             here = holder.get("host") == socket.gethostname()
             if (here and psutil.pid_exists(holder["pid"])) or time.monotonic() > deadline:
-                self.release()
+                self._file.close()
+                self._file = None
                 raise UserError(
                     f"run folder {self.path.parent} is in use by another run (process "
                     f"{holder.get('pid')} on {holder.get('host')}, or its remaining processes); "
                     f"wait for it, end it, or choose another folder"
                 )
             time.sleep(0.05)
+        self._file.seek(0)
+        self._before = self._file.read()
+        self._write(json.dumps({"pid": self._main_pid, "host": socket.gethostname()}))
+
+    def _write(self, text: str) -> None:
+        assert self._file is not None
         self._file.truncate(0)
-        json.dump({"pid": self._main_pid, "host": socket.gethostname()}, self._file)
+        self._file.write(text)
         self._file.flush()
 
     def check(self) -> None:
@@ -257,8 +282,9 @@ class FolderLock:
         )
 
     def release(self) -> None:
-        """Release the lock in this process."""
+        """Release the lock in this process; the file is as before, for runs that were refused."""
         if self._file is not None:
+            self._write(self._before)
             self._file.close()
             self._file = None
 
