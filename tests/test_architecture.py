@@ -31,7 +31,7 @@ ORDER = [
     "models",
     "layers",
 ]
-LEAVES = {"errors", "files", "templates", "checks", "settings", "lazy", "machine"}
+LEAVES = {"errors", "files", "templates", "checks", "settings", "lazy", "machine", "progress"}
 FILES = {
     ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"): path
     for top in ("locality", "locality_papers")

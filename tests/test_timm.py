@@ -296,6 +296,15 @@ def test_timm_adapts_head_channels_and_size_on_the_way(convit_file):
     assert model.pos_embed.shape == (1, 36, 192)
 
 
+def test_weights_that_cannot_be_downloaded_are_named_with_their_place(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("LOCALITY_HOME", str(tmp_path))
+    for name in ("locality_convit_tiny", "locality_convit_tiny.fb_in1k"):
+        with pytest.raises(UserError, match=str(tmp_path)):
+            timm.create_model(name, pretrained=True)
+
+
 def test_timm_loads_transformers_cvt_into_our_model(tmp_path):
     held = SMALL_CVT | {"depth": (1, 2, 3), "activation": "gelu"}  # as its code requires
     source = build("cvt_13", **held).eval()

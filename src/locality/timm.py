@@ -17,7 +17,8 @@ from torch import Tensor
 from locality.checkpoints.adaptation import resample_pos_embeds
 from locality.checkpoints.beside import PREPROCESSING_KEYS, REGISTERED
 from locality.checkpoints.foreign import detect_key_map
-from locality.checkpoints.registry import SOURCES, Source
+from locality.checkpoints.registry import SOURCES, Source, source
+from locality.checkpoints.resolve import locate_weights
 from locality.data.config import Preprocessing
 from locality.models.base import ImageClassifier
 from locality.models.config import CvTConfig
@@ -25,6 +26,11 @@ from locality.models.factory import build
 from locality.models.variants import VARIANTS, Variant
 
 __all__: list[str] = []  # timm adds the names it registers
+
+
+_PUBLIC = {*SOURCES, *(row.model for row in SOURCES.values())}
+# Where else timm can be told to take weights from.
+_ELSEWHERE = {"file", "url", "state_dict", "hf_hub_id"}
 
 
 def adapt_weights(state: dict[str, Tensor], model: ImageClassifier) -> dict[str, Tensor]:
@@ -36,9 +42,9 @@ def adapt_weights(state: dict[str, Tensor], model: ImageClassifier) -> dict[str,
         UserError: for weights of unknown format or another architecture.
     """
     key_map = detect_key_map(state)
-    source = key_map.configuration(state, model.config)
-    ours = key_map.to_native(state, source)
-    resample_pos_embeds(ours, source, model.config, model.state_dict())
+    config = key_map.configuration(state, model.config)
+    ours = key_map.to_native(state, config)
+    resample_pos_embeds(ours, config, model.config, model.state_dict())
     return ours
 
 
@@ -58,6 +64,12 @@ def _entrypoint(name: str) -> Callable[..., Any]:
     """timm's entry point for the model `name`."""
 
     def entrypoint(pretrained: bool = False, **kwargs: Any) -> Any:
+        tag, overlay = kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay") or {}
+        public = f"{name}.{tag}" if tag else name
+        if pretrained and public in _PUBLIC and not overlay.keys() & _ELSEWHERE:
+            # timm's own download fails without naming the file and where to put it.
+            file = {"file": str(locate_weights(source(public)))}
+            kwargs["pretrained_cfg_overlay"] = overlay | file
         return build_model_with_cfg(
             partial(_make, name),
             REGISTERED + name,
@@ -95,8 +107,7 @@ def _cfg(row: Variant, source: Source | None = None) -> dict[str, Any]:
 
 def _all_cfgs() -> dict[str, Any]:
     public = {REGISTERED + row.name: _cfg(VARIANTS[row.model], row) for row in SOURCES.values()}
-    models = {row.model for row in SOURCES.values()}
-    own = {REGISTERED + name: _cfg(row) for name, row in VARIANTS.items() if name not in models}
+    own = {REGISTERED + name: _cfg(row) for name, row in VARIANTS.items() if name not in _PUBLIC}
     return public | own
 
 

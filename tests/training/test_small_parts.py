@@ -88,6 +88,7 @@ def test_the_time_left_is_said_early_and_is_that_of_the_usual_step(capsys, tmp_p
     recorder = Recorder(RunFolder(tmp_path), resolved, TrainState())
     for step in range(1, 41):
         recorder.log_step(TrainState(step=step, num_images=16), 60.0 if step < 6 else 2.0)
+    recorder.close()
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("step 20/120: ") and line.endswith(", 3 min left")
 

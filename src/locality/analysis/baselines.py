@@ -5,6 +5,7 @@ They are deterministic and untuned, so runs on the same images have the same bas
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,9 @@ MAX_IMAGES = 20_000
 
 ADVICE = "train it longer, or from weights of more images (locality finetune)"
 """For a model that is below a baseline."""
+
+FEW_PASSES, ENOUGH_PASSES = 3, 20
+"""Passes over the images below which a model is not trained, and that most runs need."""
 
 BASELINES = "baselines.json"
 CHANCE = "chance"
@@ -176,13 +180,22 @@ def listed(baselines: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {top1:.1f}%" for name, top1 in baselines.items())
 
 
-def below(what: str, top1: float, baselines: Mapping[str, float]) -> str:
-    """The baselines above a model named `what`, as text for `ADVICE` to follow; "" if none is."""
+def below(what: str, top1: float, baselines: Mapping[str, float], passes: float = math.inf) -> str:
+    """The baselines above a model named `what`, as text for `ADVICE` to follow; "" if none is.
+
+    Args:
+        what: the model's name.
+        top1: its accuracy in per cent.
+        baselines: theirs by name.
+        passes: how many times it saw each image.
+    """
     # Compare rounded values, as printed.
     above = [name for name, other in baselines.items() if round(top1, 1) < round(other, 1)]
-    return (
-        f"{what} ({top1:.1f}%) is below {' and '.join(above)} on the same pixels" if above else ""
-    )
+    if not above:
+        return ""
+    if passes < FEW_PASSES:
+        return f"{what} ({top1:.1f}%) is not trained, it saw each image {passes:.2g} times"
+    return f"{what} ({top1:.1f}%) is below {' and '.join(above)} on the same pixels"
 
 
 def _pixels(source: ImageSource, preprocessing: InputConfig, workers: int) -> tuple[Tensor, Tensor]:

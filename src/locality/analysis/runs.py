@@ -79,6 +79,12 @@ class RecordedRun(RunFolder):
         """Top-1 accuracy of the baselines in per cent; empty if not recorded."""
         return read_baselines(self.path)
 
+    @property
+    def passes(self) -> float:
+        """How many times each image was trained on."""
+        batch = self.config.get("engine", {}).get("batch_size", 64)
+        return float(self.result["steps"] * batch / self.result["train_images"])
+
     def pictures(self) -> Pictures | None:
         """Recorded attention pictures, or None."""
         path = self.path / PICTURES
@@ -158,8 +164,9 @@ class RunGroup:
 
     def below(self, fraction: float, baselines: Mapping[str, Estimate]) -> str:
         """The baselines above the accuracy on this fraction; see `baselines.below`."""
-        found = {name: of.mean for name, of in baselines.items()}
-        return below(self.label_at(fraction), self.over_runs(fraction).mean, found)
+        means = {name: baseline.mean for name, baseline in baselines.items()}
+        passes = min(run.passes for run in self.at(fraction))
+        return below(self.label_at(fraction), self.over_runs(fraction).mean, means, passes)
 
 
 def group(runs: Sequence[RecordedRun]) -> list[RunGroup]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import shlex
 import sys
@@ -17,6 +18,7 @@ from locality.commands.parsing import Parser, first_word, peek
 from locality.errors import UserError, printable, some, unknown
 from locality.files import check_output, read_yaml
 from locality.machine import is_main_process
+from locality.progress import doing
 from locality.settings import Setting, flatten, replace, to_dict, to_yaml
 from locality.templates import PAGE_MARK
 from locality.training.config import RunConfig, check_places, model_settings, read_config
@@ -82,17 +84,24 @@ def _train(config: RunConfig, folder: Path, quiet: bool, fit: Any = None) -> Non
         training.train(config, folder, quiet=quiet)
         return
     if fit is not None:
-        expected = baselines.listed(baselines.expected_baselines(config, known))
+        with doing("computing the baselines", quiet):
+            expected = baselines.listed(baselines.expected_baselines(config, known))
         if not quiet:
             say(f"to beat, on the same pixels: {expected}")
     replan = None if fit is None else fit.replan
     result = training.train(config, folder, quiet=quiet, replan=replan)
-    baselines.record_baselines([folder], known)
+    with doing("computing the baselines", quiet or bool(known)):
+        baselines.record_baselines([folder], known)
     if not quiet:
         found = baselines.read_baselines(folder)
         print("\n".join(_closing(folder, result, baselines.listed(found))), file=sys.stderr)
-        if said := baselines.below(config.model.name, result["top1"], found):
-            say(f"{said}: {baselines.ADVICE}")
+        passes = result["steps"] * config.engine.batch_size / result["train_images"]
+        if said := baselines.below(config.model.name, result["top1"], found, passes):
+            advice = baselines.ADVICE
+            if passes < baselines.FEW_PASSES:
+                minutes = math.ceil(result["seconds"] / 60 * baselines.ENOUGH_PASSES / passes)
+                advice = f"{baselines.ENOUGH_PASSES} passes take about {minutes} minutes here"
+            say(f"{said}: {advice}")
 
 
 def _closing(folder: Path, result: dict[str, Any], baselines: str) -> list[str]:
@@ -107,7 +116,7 @@ def _closing(folder: Path, result: dict[str, Any], baselines: str) -> list[str]:
     lines = [
         f"top-1     {result['top1']:.1f}% of {evaluated:,} validation images "
         f"(95% interval {100 * low:.1f} to {100 * high:.1f})",
-        f"beside    {baselines}, on the same pixels",
+        f"baselines {baselines}, on the same pixels",
         f"classes   {predictions.macro:.1f}% on average over {len(rows):,} classes, "
         f"lowest {rows[0]['recall']:.1f}% ({printable(rows[0]['name'])})",
     ]
@@ -264,12 +273,14 @@ def resolve(
             say(f"{folder} keeps its schedule of {planned}; use another --output for a new run")
         return resumed(folder, given), folder, None
     check_places(config, folder)
-    from locality.training.autofit import autofit
-    from locality.training.model import settings_from_weights
+    fixed = "" if span is None else f" for {span:g} minutes"
+    with doing(f"reading {given['data.root']}, choosing model and settings{fixed}", quiet):
+        from locality.training.autofit import autofit
+        from locality.training.model import settings_from_weights
 
-    if as_weights:
-        given = settings_from_weights(weights, config.model.entry) | dict(given)
-    chosen = autofit(name, given, span)
+        if as_weights:
+            given = settings_from_weights(weights, config.model.entry) | dict(given)
+        chosen = autofit(name, given, span)
     return chosen.config, folder, chosen
 
 

@@ -69,9 +69,7 @@ class Candidate(RunGroup):
     @property
     def passes(self) -> float:
         """Epochs: how many times each image was trained on."""
-        run = self.at(1.0)[0]
-        batch = run.config["engine"]["batch_size"]
-        return float(run.result["steps"] * batch / run.result["train_images"])
+        return self.at(1.0)[0].passes
 
     @property
     def accuracy(self) -> Estimate:

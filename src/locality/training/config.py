@@ -260,7 +260,7 @@ class EngineConfig:
         num_nodes: number of machines.
         strategy: how several processes are started: "auto" and "ddp" repeat the command line;
             "ddp_spawn" and "ddp_fork" start them from within Python, the latter also in notebooks.
-            Each keeps all weights; docs/clusters.md says why sharding them (FSDP) would save little.
+            Each keeps all weights (docs/clusters.md: sharding them would save little).
         threads: CPU threads for computation; 0 is torch's default.
         grad_checkpointing: recompute activations in the backward pass instead of keeping them.
         channels_last: use the channels-last memory format, which convolutions prefer.

@@ -286,6 +286,7 @@ class Loop:
     def _evaluate(self) -> None:
         state, model = self.state, self._eval_model()
         self.recorder.wait_until_saved()
+        self.recorder.evaluating(len(self.splits.val))
         started = time.perf_counter()
         # Running statistics differ between processes; those of rank 0 are saved.
         self.collectives.broadcast(list(model.buffers()))

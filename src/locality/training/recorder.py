@@ -19,6 +19,7 @@ from tqdm import tqdm
 from locality.errors import printable
 from locality.files import CsvTable, atomic_file, csv_text, number, write_atomic
 from locality.models import ImageClassifier
+from locality.progress import SECONDS, repeating
 from locality.training.cost import format_duration
 from locality.training.evaluation import PredictionCollector
 from locality.training.resolved_run import ResolvedRun
@@ -38,7 +39,6 @@ _TAGS = {
     "lr": "lr",
     "images_per_second": "images_per_second",
 }
-_SECONDS_BETWEEN_LINES = 30.0
 # The median time of this many steps ignores the first ones, which allocate and compile.
 _MEDIAN_STEPS = 20
 
@@ -144,6 +144,7 @@ class Recorder:
     def log_evaluation(self, row: dict[str, Any], images: int, seconds: float) -> None:
         """Record an evaluation on `images` images that took `seconds`."""
         self._folder.lock.check()
+        self._progress.activity = "training"
         timing = {
             "step": row["step"],
             "seconds": round(self.seconds, 3),
@@ -166,6 +167,10 @@ class Recorder:
             f"{timing['images_per_second']:.0f} images/s"
         )
         self._step_seconds.clear()
+
+    def evaluating(self, images: int) -> None:
+        """Say in progress lines that an evaluation on `images` images has begun."""
+        self._progress.activity = f"evaluating on {images:,} images"
 
     def write_predictions(self, collector: PredictionCollector) -> None:
         """Write predictions.csv."""
@@ -260,27 +265,43 @@ class Recorder:
 
 
 class ProgressBar:
-    """The progress of a run: a bar on a terminal, a line every 30 seconds elsewhere.
+    """The progress of a run: a bar on a terminal, a line every few seconds elsewhere.
 
     Args:
         total: total steps.
         step: steps already finished.
         quiet: print nothing.
+
+    Attributes:
+        activity: what is being done.
     """
 
     def __init__(self, total: int, step: int, quiet: bool) -> None:
         self.quiet = quiet
         self.total = total
-        self._first = step
+        self.activity = "training"
+        self._first = self._step = step
         self._printed = time.monotonic()
         self._bar: Any = None
         if not quiet and sys.stderr.isatty():
             self._bar = tqdm(total=total, initial=step, unit="step", dynamic_ncols=True)
+        self._news = contextlib.ExitStack()
+        if not quiet:
+            self._news.enter_context(repeating(self._tell))
+
+    def _tell(self) -> None:
+        """Print what is being done, if nothing was printed lately."""
+        if self._bar is not None:
+            with self._ignoring_closed_terminal():
+                self._bar.refresh()
+        elif time.monotonic() - self._printed > SECONDS / 2:
+            self.log(f"step {self._step}/{self.total}: {self.activity} …")
 
     def log(self, text: str) -> None:
         """Print a line."""
         if self.quiet:
             return
+        self._printed = time.monotonic()
         text = printable(text, keep="\n")
         with self._ignoring_closed_terminal():
             if self._bar is not None:
@@ -298,11 +319,12 @@ class ProgressBar:
 
     def wants_update(self, step: int) -> bool:
         """Whether to call `update` after `step` steps."""
+        self._step = step
         if self.quiet:
             return False
         if step == (self._first + _MEDIAN_STEPS if self._bar is None else self.total):
             return True
-        wait = _SECONDS_BETWEEN_LINES if self._bar is None else 0.1
+        wait = SECONDS if self._bar is None else 0.1
         return time.monotonic() - self._printed > wait
 
     def update(
@@ -321,7 +343,8 @@ class ProgressBar:
             self.log(f"step {step}/{self.total}: {figures}, {left} left")
 
     def close(self) -> None:
-        """Close the bar."""
+        """Close the bar, and print no more news."""
+        self._news.close()
         if self._bar is not None:
             with self._ignoring_closed_terminal():
                 self._bar.close()

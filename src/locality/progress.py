@@ -1,0 +1,54 @@
+"""News of what is being done, at least every ten seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+SECONDS = 8.0
+"""Between two lines; on busy processors they come later."""
+
+
+@contextlib.contextmanager
+def repeating(tell: Callable[[], None]) -> Iterator[None]:
+    """Call `tell` in a thread every few seconds while the block runs."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(SECONDS):
+            tell()
+
+    thread = threading.Thread(target=repeat, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def doing(what: str, quiet: bool = False) -> Iterator[None]:
+    """Print what is being done, and how long it has taken every few seconds while the block runs.
+
+    Args:
+        what: such as "opening the images".
+        quiet: print nothing.
+    """
+    if quiet:
+        yield
+        return
+    started = time.monotonic()
+
+    def tell() -> None:
+        with contextlib.suppress(OSError):  # the terminal was closed
+            seconds = time.monotonic() - started
+            print(f"locality: {what} … {seconds:.0f} s", file=sys.stderr, flush=True)
+
+    with contextlib.suppress(OSError):
+        print(f"locality: {what} …", file=sys.stderr, flush=True)
+    with repeating(tell):
+        yield
