@@ -23,7 +23,7 @@ import torch
 
 from locality.benchmark import Timing, inference, interleave, machine, randomise
 from locality.checkpoints import export
-from locality.checkpoints.trial import INPUT
+from locality.checkpoints.onnx import INPUT
 from locality.files import write_atomic
 from locality.machine import commit
 from locality.models import build

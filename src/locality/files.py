@@ -1,4 +1,4 @@
-"""Atomic writing, and reading with limits on size and nesting."""
+"""Atomic writing, and reading with limits on size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import stat
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -28,17 +27,10 @@ from locality.errors import UserError, wrap_errors
 
 # Hundreds of times the size of this library's own files; YAML is slower to read.
 LARGEST_TEXT = 16 << 20
-LARGEST_YAML = 1 << 20
-# Limits of JSON and YAML: nesting and number of values. YAML also: names in one mapping, since
-# numeric names can be chosen to have equal hashes.
-_DEEPEST = 50
-_MOST_VALUES = 1_000_000
-_MOST_YAML_VALUES = 50_000
-_MOST_NAMES = 1000
+LARGEST_YAML = 256 << 10
+_DEEPEST, _MOST_ALIASES = 50, 20
 # Decoding and reading release the GIL; network file systems serve many requests at once.
 _THREADS = 16
-# A file's mark must be in its first bytes.
-_MARKED = 4096
 _AT_ONCE = 100
 
 T = TypeVar("T")
@@ -119,14 +111,8 @@ def read_shaped(path: Path, wanted: Any, missing: Any = None) -> Any:
 
 def parse_json(text: str, where: str) -> Any:
     """The value of a JSON text; `where` names it in errors."""
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{where} is not JSON: {error}") from error
-    except RecursionError:
-        raise _too_deep(where) from None
-    _check_extent(content, where, _MOST_VALUES)
-    return content
+    with wrap_errors(f"{where} is not JSON", ValueError, RecursionError):
+        return json.loads(text)
 
 
 def read_yaml(path: Path | str) -> Any:
@@ -137,55 +123,17 @@ def read_yaml(path: Path | str) -> Any:
 def parse_yaml(text: str, where: str) -> Any:
     """The value of a YAML text, read by a safe loader; `where` names it in errors."""
     with wrap_errors(f"{where} is not valid YAML", yaml.YAMLError, ValueError, TypeError):
-        depth = count = 0
-        event: Any
+        depth = aliases = 0
         for event in yaml.parse(text, _Loader):
-            count += isinstance(event, yaml.NodeEvent)
-            if count > _MOST_YAML_VALUES:
-                raise UserError(f"{where} holds more than {_MOST_YAML_VALUES:,} values")
             depth += isinstance(event, yaml.CollectionStartEvent)
             depth -= isinstance(event, yaml.CollectionEndEvent)
-            if depth > _DEEPEST:  # libyaml would overflow the stack
-                raise _too_deep(where)
-            if (tag := getattr(event, "tag", None)) is not None:
-                raise UserError(f"{where}, line {event.start_mark.line + 1}: remove the tag {tag}")
-        loader = _Loader(text)
-        if (node := loader.get_single_node()) is None:
-            return None
-        # Before building values, since merged mappings are copied.
-        _check_extent(node, where, _MOST_YAML_VALUES)
-        return loader.construct_document(node)
-
-
-def _check_extent(whole: Any, where: str, most: int) -> None:
-    """Check the number of values in a JSON value or YAML node, and how deep they are."""
-    count, level = 0, [whole]
-    for _ in range(_DEEPEST + 1):
-        inside: list[Any] = []
-        for value in level:
-            inside += _inside(value, where)
-            if count + len(inside) > most:
-                raise UserError(f"{where} holds more than {most:,} values")
-        count, level = count + len(inside), inside
-    if level:
-        raise _too_deep(where)
-
-
-def _inside(value: Any, where: str) -> list[Any]:
-    """What a value or node contains; what YAML refers to several times counts each time."""
-    if isinstance(value, yaml.MappingNode):
-        if len(value.value) > _MOST_NAMES:
-            raise UserError(f"{where} holds more than {_MOST_NAMES:,} names in one place")
-        return [*chain.from_iterable(value.value)]
-    if isinstance(value, dict):
-        return [*value.values()]
-    if isinstance(value, yaml.SequenceNode):
-        return value.value
-    return value if isinstance(value, list) else []
-
-
-def _too_deep(where: str) -> UserError:
-    return UserError(f"{where} is nested more than {_DEEPEST} levels deep")
+            aliases += isinstance(event, yaml.AliasEvent)
+            # libyaml would overflow the stack; aliases of aliases grow exponentially.
+            if depth > _DEEPEST or aliases > _MOST_ALIASES:
+                raise UserError(
+                    f"{where} has more than {_DEEPEST} levels or {_MOST_ALIASES} aliases"
+                )
+        return yaml.load(text, _Loader)
 
 
 def read_rows(
@@ -313,26 +261,11 @@ def write_atomic(path: Path | str, data: bytes | str) -> None:
         file.write(data.encode(errors="surrogateescape") if isinstance(data, str) else data)
 
 
-def write_output(
-    path: Path | str, data: bytes | str, mark: bytes = b"", overwrite: bool = False
-) -> None:
-    """`write_atomic` after `check_output`."""
-    check_output(path, mark, overwrite)
-    write_atomic(path, data)
-
-
-def check_output(path: Path | str | None, mark: bytes = b"", overwrite: bool = False) -> None:
-    """Check that an output file may be written, without replacing files of other origin.
-
-    Args:
-        path: the output file; None if there is none.
-        mark: bytes at the start of every file that may be replaced; without a mark, only empty
-            files may be.
-        overwrite: replace any file.
+def check_output(path: Path | str | None, overwrite: bool = False) -> None:
+    """Check that an output file may be written: an existing one only if empty, or `overwrite`.
 
     Raises:
-        OSError: if an existing file cannot be read.
-        UserError: if `path` is a folder, or a file that must not be replaced.
+        UserError: if `path` is a folder, or a file that is not to be replaced.
     """
     if path is None:
         return
@@ -340,20 +273,26 @@ def check_output(path: Path | str | None, mark: bytes = b"", overwrite: bool = F
     if path.is_dir():
         raise UserError(f"{path} is a folder; give a filename")
     if path.is_file() and path.stat().st_size and not overwrite:
-        with open_file(path) as file:
-            start = file.read(_MARKED)
-        if not mark or mark not in start:
-            raise UserError(
-                f"{path} already exists{' and is not of this kind' * bool(mark)}; give another "
-                f"name, or --overwrite (overwrite=True) to replace it"
-            )
+        raise _exists(path)
 
 
-def check_new_folder(folder: Path) -> None:
-    """Check that a folder is new or empty, and that its parent exists."""
-    check_parent(folder)
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder} already exists; give a new or empty folder")
+def check_output_folder(path: Path, overwrite: bool = False) -> None:
+    """Check that a folder is new or empty, or `overwrite`, and that its parent exists.
+
+    Raises:
+        UserError: if it is not.
+    """
+    check_parent(path)
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path} is a file; give a folder")
+    if path.exists() and any(path.iterdir()) and not overwrite:
+        raise _exists(path)
+
+
+def _exists(path: Path) -> UserError:
+    return UserError(
+        f"{path} already exists; give another name, or --overwrite (overwrite=True) to replace it"
+    )
 
 
 def check_parent(path: Path | str | None) -> None:

@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from locality import __version__
-from locality.files import write_output
-
-PAGE_MARK = b'<meta name="generator" content="locality'
-"""Found at the start of generated pages, which may therefore be overwritten."""
+from locality.files import write_atomic
 
 
 def render(
@@ -44,13 +41,9 @@ def _environment(package: str, escaped: bool) -> Any:
     )
 
 
-def write_page(path: Path | str, text: str, overwrite: bool = False) -> Path:
-    """Write a page atomically, creating its folder; returns the path.
-
-    Raises:
-        UserError: if another kind of file exists there, without `overwrite`.
-    """
+def write_page(path: Path | str, text: str) -> Path:
+    """Write or replace a page atomically, creating its folder; returns the path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_output(path, text, PAGE_MARK, overwrite)
+    write_atomic(path, text)
     return path

@@ -13,7 +13,7 @@ from locality import checks
 from locality.errors import UserError, unknown
 from locality.figures.curves import draw, filled
 from locality.figures.style import figure_bytes
-from locality.files import check_output, read_json, write_atomic
+from locality.files import check_output, read_json, read_shaped, write_atomic
 from locality.runner.executors import Executor, run_all
 from locality.runner.runs import (
     Outcome,
@@ -235,8 +235,8 @@ def _command(
 def _check_files(folder: Path, item: Experiment, runs: int) -> None:
     """Refuse to overwrite files that are not the experiment's, or results of more runs."""
     path = _record_file(folder, item)
-    check_output(path, b'{\n "name": "')
-    kept = read_json(path)["provenance"]["finished"] if path.exists() else 0
+    held = read_shaped(path, {"provenance": dict}, {"provenance": {}})
+    kept = held["provenance"].get("finished", 0)
     if kept > runs:
         raise UserError(
             f"{path} has the results of {kept} runs, which {runs} would replace; give another "

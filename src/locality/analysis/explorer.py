@@ -41,23 +41,21 @@ def write_explorer(
     images: Sequence[Image.Image],
     output: Path | str,
     names: Sequence[str] | None = None,
-    overwrite: bool = False,
     labels: Sequence[str] = (),
 ) -> Path:
     """Write the explorer of one or more models on some images.
 
     Args:
-        output: the HTML file to write; its folder is created.
-        overwrite: replace an existing file even if `locality` did not write it.
+        output: the HTML file to write or replace; its folder is created.
         subjects, images, names, labels: see `explorer_page`.
 
     Returns:
         the path of the file.
 
     Raises:
-        UserError: see `explorer_page` and `write_page`.
+        UserError: see `explorer_page`.
     """
-    return write_page(output, explorer_page(subjects, images, names, labels=labels), overwrite)
+    return write_page(output, explorer_page(subjects, images, names, labels=labels))
 
 
 def explorer_page(

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from locality.checkpoints.api import load as load
     from locality.checkpoints.api import open_model as open_model
     from locality.checkpoints.exporting import convert as convert
-    from locality.checkpoints.exporting import export as export
     from locality.checkpoints.foreign import KEY_MAPS as KEY_MAPS
     from locality.checkpoints.foreign import detect_key_map as detect_key_map
     from locality.checkpoints.format import Checkpoint as Checkpoint
     from locality.checkpoints.format import save as save
     from locality.checkpoints.key_map import KeyMap as KeyMap
+    from locality.checkpoints.onnx import export as export
     from locality.checkpoints.registry import SOURCES as SOURCES
     from locality.checkpoints.registry import Source as Source
     from locality.checkpoints.registry import source as source

@@ -18,24 +18,19 @@ from torch import Tensor
 
 from locality.checkpoints.adaptation import load_weights, set_data_config
 from locality.checkpoints.beside import timm_preprocessing
-from locality.checkpoints.format import Checkpoint
-from locality.checkpoints.registry import FORMAT, WEIGHT_FILES, detect_kind, source
+from locality.checkpoints.onnx import open_graph
+from locality.checkpoints.registry import WEIGHT_FILES, detect_kind, source
 from locality.checkpoints.resolve import graph_not_model, read
-from locality.checkpoints.trial import INPUT, OUTPUT, check_graph, session_of
 from locality.data.config import Preprocessing
 from locality.data.decoding import convert, to_rgb
 from locality.data.preprocessing import eval_transform, normalise
 from locality.data.sources import BadImage
-from locality.errors import NonFiniteLogits, UserError, prefix_errors, require, wrap_errors
-from locality.files import open_file, parse_json
+from locality.errors import NonFiniteLogits, UserError, prefix_errors, wrap_errors
 from locality.models import factory
 from locality.models.base import ImageClassifier
 from locality.models.factory import TimmModel
 
 _log = logging.getLogger("locality")
-
-# The limit of Protocol Buffers.
-_MAX_GRAPH_BYTES = 2 << 30
 
 # Pillow's mode by channel count.
 MODES = {1: "L", 3: "RGB"}
@@ -192,7 +187,10 @@ def open_model(
         FileNotFoundError, UserError: as in `read`.
     """
     if detect_kind(what, entry) == "graph":
-        return _open_graph(Path(what))
+        path = Path(what)
+        logits, held = open_graph(path)
+        prepared = default_preprocessing(held.preprocessing, held.config)
+        return Classifier(path.name, logits, prepared, held.classes, None, held.config.num_classes)
     checkpoint = read(what, variant, entry, settings)
     path = Path(what).absolute()
     named = path.parent if path.name in WEIGHT_FILES else path
@@ -222,29 +220,6 @@ def load(
         FileNotFoundError, UserError: as in `read`, or if `what` is an exported graph.
     """
     return open_model(what, variant, entry, settings).module()
-
-
-def _open_graph(path: Path) -> Classifier:
-    open_file(path, _MAX_GRAPH_BYTES).close()
-    require("running an ONNX graph", "locality[export]", "onnx", "onnxruntime")
-    check_graph(path)
-    session = session_of(path)
-    described = session.get_modelmeta().custom_metadata_map[FORMAT]
-    with prefix_errors(path):
-        held = Checkpoint.from_description(parse_json(described, "its description"), {})
-
-    def logits(images: Tensor) -> Tensor:
-        with wrap_errors(f"{path} cannot be run", Exception):
-            found = torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0])
-        if found.shape != (len(images), held.config.num_classes):
-            raise UserError(
-                f"{path} returns an output of shape {tuple(found.shape)} for {len(images)} images "
-                f"and {held.config.num_classes} classes; export the model again"
-            )
-        return found
-
-    prepared = default_preprocessing(held.preprocessing, held.config)
-    return Classifier(path.name, logits, prepared, held.classes, None, held.config.num_classes)
 
 
 def create_model(

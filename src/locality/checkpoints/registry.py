@@ -16,7 +16,15 @@ from typing import Any, Literal
 from locality import checks
 from locality.data.config import Preprocessing
 from locality.errors import UserError, lookup, near, unknown
-from locality.files import check_output, check_parent, parse_json, read_shaped, read_text, read_yaml
+from locality.files import (
+    check_output,
+    check_output_folder,
+    check_parent,
+    parse_json,
+    read_shaped,
+    read_text,
+    read_yaml,
+)
 from locality.models.variants import PREFIX, VARIANTS
 from locality.settings import from_dict
 
@@ -247,11 +255,9 @@ def check_target(target: Path, to: str, overwrite: bool) -> None:
         raise UserError(f"the format '{to}' is written as a {kinds} file, not {target}")
     if target.suffix:
         check_parent(target)
-        check_output(target, overwrite=overwrite)
-    elif target.exists() and not overwrite:
-        raise UserError(
-            f"{target} already exists; give another name, or --overwrite (overwrite=True)"
-        )
+        check_output(target, overwrite)
+    else:
+        check_output_folder(target, overwrite)
 
 
 def check_export_path(path: Path, format: str, overwrite: bool) -> None:

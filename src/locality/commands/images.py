@@ -23,9 +23,9 @@ from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
 from locality.data.folder import check_root, image_files, read_image, short_name
 from locality.data.sources import ImageFingerprint
 from locality.errors import UserError, lookup, one_line, printable, require, some
-from locality.files import check_output, check_parent, csv_text, write_output
+from locality.files import check_output, check_parent, csv_text, write_atomic
 from locality.settings import replace
-from locality.templates import PAGE_MARK, write_page
+from locality.templates import write_page
 from locality.training.config import RunConfig, run_folders, same_path
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 32
 _CLASSES = 20  # maximum number of classes in printed tables
-# First bytes of the tables written by `predict` and `eval`.
-_PREDICTED, _EVALUATED = b"path,prediction,", b"path,label,prediction,"
 _RESTRICTIONS = "part fraction train_part val_part fold first_classes skip_classes"
 _WHOLE = {f"data.{name}": getattr(DataConfig(), name) for name in _RESTRICTIONS.split()}
 _READING = {"dataset", "allow_outside", "grey_bits", "max_pixels", "exif"}
@@ -72,7 +70,7 @@ def predict(arguments: Sequence[str]) -> int:
         parser.refuse("top json", "has no effect with --output")
     output = None if options.output == "-" else options.output
     check_parent(output)
-    check_output(output, _PREDICTED, options.overwrite)
+    check_output(output, options.overwrite)
 
     files = list(image_files(options.images))
     given = GivenModel(options.model, options)
@@ -92,7 +90,7 @@ def predict(arguments: Sequence[str]) -> int:
         if output is None:
             print(written, end="")
         else:
-            write_output(output, written, _PREDICTED, options.overwrite)
+            write_atomic(output, written)
             print(Path(output).absolute())
         return code
     named = [(str(file), classifier.top_classes(row, options.top)) for file, row in results]
@@ -159,7 +157,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     parser.refuse(of_training, "only applies to training images")
     model = GivenModel(options.model, options)
     check_parent(options.predictions)
-    check_output(options.predictions, _EVALUATED, options.overwrite)
+    check_output(options.predictions, options.overwrite)
 
     given = parser.settings
     if options.images is not None:
@@ -212,7 +210,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     if options.predictions:
         rows = ((splits.val.describe(i), classes[k], each) for i, k, each in seen)
         written = predictions_csv(["path", "label"], classes, rows)
-        write_output(options.predictions, written, _EVALUATED, options.overwrite)
+        write_atomic(options.predictions, written)
     if options.json:
         print(json.dumps(result))
         return
@@ -280,7 +278,8 @@ def explore(arguments: Sequence[str]) -> None:
     output = options.output or page_in(options.models, page_name)
 
     given = [GivenModel(model, options) for model in options.models]
-    check_output(output, PAGE_MARK, options.overwrite)
+    if options.output is not None:  # else the run's own page
+        check_output(output, options.overwrite)
     shown = _shown(options.images, given[0], options.count or (20 if options.live else 8))
     from locality.analysis.explorer import write_explorer
     from locality.analysis.live import live_page
@@ -290,9 +289,9 @@ def explore(arguments: Sequence[str]) -> None:
     if options.live:
         digits = given[0].kind == "run" and given[0].config.data.dataset == "digits"
         text = live_page(subjects, images, labels, digits, names=names)
-        page = write_page(output, text, options.overwrite)
+        page = write_page(output, text)
     else:
-        page = write_explorer(subjects, images, output, names, options.overwrite, labels)
+        page = write_explorer(subjects, images, output, names, labels)
     print(page.absolute())
 
 
@@ -352,11 +351,11 @@ def figure(arguments: Sequence[str]) -> None:
     from locality.figures.style import FORMS, save
 
     output = Path(options.output or options.name)
-    for suffix, (mark, _) in FORMS.items():
-        check_output(output.with_suffix(suffix), mark, options.overwrite)
+    for suffix in FORMS:
+        check_output(output.with_suffix(suffix), options.overwrite)
     drawn = _draw(chosen, options)
     output.parent.mkdir(parents=True, exist_ok=True)
-    for path in save(drawn, output, overwrite=options.overwrite):
+    for path in save(drawn, output):
         print(path)
 
 

@@ -12,7 +12,7 @@ from locality.checkpoints.registry import KEY_MAP_NAMES, SOURCES, check_export_p
 from locality.commands import MODEL, GivenModel, table
 from locality.commands.parsing import Parser
 from locality.errors import UserError, unknown
-from locality.files import check_new_folder, check_output, check_parent, write_output
+from locality.files import check_output, check_output_folder, check_parent, write_atomic
 from locality.models.variants import FAMILY_NAMES, PREFIX, VARIANTS, matching, variant
 
 
@@ -108,8 +108,7 @@ def transform(arguments: Sequence[str]) -> None:
         parser.refuse("random", "has no effect with --weights")
     with_weights = options.weights is None and not options.random
     given = GivenModel(options.model, options) if with_weights else None
-    if not options.overwrite:
-        check_new_folder(Path(options.output))
+    check_output_folder(Path(options.output), options.overwrite)
 
     import locality
     from locality.models.initialisations import select_convolutions
@@ -180,7 +179,7 @@ def benchmark(arguments: Sequence[str]) -> None:
     if all(name in VARIANTS for name in options.models):
         parser.refuse("variant entry set", "applies to weights, but none are given")
     check_parent(options.output)
-    check_output(options.output, _MEASURED, options.overwrite)
+    check_output(options.output, options.overwrite)
 
     given = {name: GivenModel(name, options) for name in options.models if name not in VARIANTS}
     opened = {name: model.opened.module() for name, model in given.items()}
@@ -196,14 +195,12 @@ def benchmark(arguments: Sequence[str]) -> None:
         print(table(cells, header))
     if options.output:
         content = json.dumps(results, indent=2) + "\n"
-        write_output(options.output, content, _MEASURED, options.overwrite)
+        write_atomic(options.output, content)
 
 
 _ASKED = {
     *("against", "img_size", "batch_size", "precision", "compiled", "rounds", "threads", "device")
 }
-# First bytes of an `--output` file.
-_MEASURED = b'[\n  {\n    "model": "'
 
 
 def _describe(machine: dict[str, Any]) -> str:

@@ -113,9 +113,8 @@ class Parser(argparse.ArgumentParser):
         self.add("--set", [], text, action="append", metavar="NAME=VALUE")
 
     def add_overwrite(self) -> None:
-        """Add the option to replace files that the command did not write."""
-        text = "replace an existing output, even if this command did not write it"
-        self.add("--overwrite", False, text)
+        """Add the option to replace an existing output."""
+        self.add("--overwrite", False, "replace an existing output")
 
     def read(self, arguments: Sequence[str]) -> Namespace:
         """Parse `arguments`."""

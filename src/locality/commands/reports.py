@@ -11,7 +11,6 @@ from locality.commands.parsing import Parser
 from locality.errors import UserError, one_line
 from locality.files import check_output
 from locality.models.variants import PREFIX, variant
-from locality.templates import PAGE_MARK
 from locality.training.config import run_folders
 
 
@@ -30,7 +29,8 @@ def report(arguments: Sequence[str]) -> int:
     parser.add_overwrite()
     options = parser.read(arguments)
     output = options.output or page_in(options.runs, "report.html")
-    check_output(output, PAGE_MARK, options.overwrite)
+    if options.output is not None:  # else the runs' own page
+        check_output(output, options.overwrite)
 
     found = run_folders(options.runs)
     from locality.analysis.runs import read_runs
@@ -51,7 +51,7 @@ def report(arguments: Sequence[str]) -> int:
 
         for sentence in record_missing(finished):
             say(sentence)
-    print(build_report([*finished, *unfinished], output, options.overwrite).absolute())
+    print(build_report([*finished, *unfinished], output).absolute())
     return code
 
 
@@ -111,7 +111,6 @@ def compare(arguments: Sequence[str]) -> int:
     kind = "-pretrained" if asked.pretrained else ""
     folder = Path(options.output or f"runs/compare/{folder_name(options.images)}{kind}-{length}")
     output = folder / "comparison.html"
-    check_output(output, PAGE_MARK)
     keep = not options.dry_run
     configs = comparison.plan(asked, folder, options.jobs, options.threads, keep)
     runs = comparison.comparison_runs(asked, configs, folder)

@@ -16,11 +16,10 @@ from locality.checkpoints.registry import is_run_folder, missing
 from locality.commands import folder_name, images_at, say
 from locality.commands.parsing import Parser, first_word, peek
 from locality.errors import UserError, printable, some, unknown
-from locality.files import check_output, read_yaml
+from locality.files import read_yaml
 from locality.machine import is_main_process
 from locality.progress import doing
 from locality.settings import Setting, flatten, replace, to_dict, to_yaml
-from locality.templates import PAGE_MARK
 from locality.training.config import RunConfig, check_places, model_settings, read_config
 from locality.training.recipes import CUSTOM_DATA_RECIPES, RECIPES, describe, recipe
 
@@ -400,7 +399,6 @@ def demo(arguments: Sequence[str]) -> int | None:
     from locality.runner.runs import Run
 
     root = Path(options.output)
-    check_output(root / "report.html", PAGE_MARK)
     models = ["convit_nano", "deit_nano", *(["cvt_nano"] if options.cvt else [])]
     length = {} if options.steps is None else {"schedule.steps": options.steps}
     runs = []

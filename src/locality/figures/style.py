@@ -16,7 +16,7 @@ from markupsafe import Markup
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from locality.files import write_output
+from locality.files import write_atomic
 
 # Wong's palette (Nature Methods 8, 441), safe for common colour blindness. Each family has one
 # colour and one marker in all figures, so that they stay distinct in grey.
@@ -46,28 +46,24 @@ def settings() -> Iterator[None]:
         yield
 
 
-FORMS: dict[str, tuple[bytes, dict[str, Any]]] = {
-    ".png": (b"Software\0locality", {"dpi": 160, "metadata": {"Software": "locality"}}),
-    ".svg": (b"<dc:title>locality<", {"metadata": {"Date": None, "Creator": "locality"}}),
+FORMS: dict[str, dict[str, Any]] = {
+    ".png": {"dpi": 160, "metadata": {"Software": "locality"}},
+    ".svg": {"metadata": {"Date": None, "Creator": "locality"}},
 }
-"""Output files by suffix: the bytes that mark them as written by `locality`, and save options."""
+"""Options of `savefig` by the suffix of the output files."""
 
 
-def save(figure: Figure, path: Path | str, overwrite: bool = False) -> list[Path]:
+def save(figure: Figure, path: Path | str) -> list[Path]:
     """Write a figure as PNG and SVG; the suffix of `path` is replaced.
 
     Returns:
         the two paths.
-
-    Raises:
-        UserError: a file exists that `save` did not write, and `overwrite` is False.
     """
     path = Path(path)
     written = []
-    for suffix, (mark, options) in FORMS.items():
+    for suffix, options in FORMS.items():
         target = path.with_suffix(suffix)
-        content = figure_bytes(figure, suffix[1:], **options)
-        write_output(target, content, mark, overwrite)
+        write_atomic(target, figure_bytes(figure, suffix[1:], **options))
         written.append(target)
     return written
 

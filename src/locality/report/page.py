@@ -42,23 +42,19 @@ _MAX_CLASSES = 20
 """In the confusion matrix and the table: readable on a phone."""
 
 
-def build_report(
-    run_folders: Iterable[Path | str], output: Path | str, overwrite: bool = False
-) -> Path:
+def build_report(run_folders: Iterable[Path | str], output: Path | str) -> Path:
     """Write a self-contained HTML report of finished runs, from their recorded files.
 
     Args:
         run_folders: run folders, or folders of run folders.
-        output: the file to write; its folder is created.
-        overwrite: replace an existing file even if `locality` did not write it.
+        output: the file to write or replace; its folder is created.
 
     Returns:
         the path of the report.
 
     Raises:
         FileNotFoundError: a folder does not exist.
-        UserError: no run has finished, a run's file cannot be read, or `output` exists and was
-            not written by `locality`.
+        UserError: no run has finished, or a run's file cannot be read.
     """
     given = read_runs(run_folders)
     unfinished = [run for run in given if not run.is_finished]
@@ -69,7 +65,7 @@ def build_report(
         raise UserError(f"none of these runs has finished{waiting}: nothing to report")
     content = _content(groups) | {"unfinished": unfinished}
     page = render("locality.report", "report.html", FILTERS, **content)
-    return write_page(output, page, overwrite)
+    return write_page(output, page)
 
 
 def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:

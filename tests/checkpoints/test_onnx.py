@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-import locality.checkpoints.exporting as exporting
+import locality.checkpoints.onnx as graphs
 from locality.checkpoints import (
     Classifier,
     Preprocessing,
@@ -141,10 +142,66 @@ def test_a_missing_package_is_named_with_the_line_that_installs_it(tmp_path, mon
 
 @pytest.mark.slow
 def test_a_graph_that_computes_something_else_is_not_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(exporting, "TOLERANCE", 0.0)
+    monkeypatch.setattr(graphs, "TOLERANCE", 0.0)
     with pytest.raises(UserError, match="logits differ"):
         export(build("deit_nano", depth=1), tmp_path / "a.onnx")
     assert not list(tmp_path.iterdir())
+
+
+def after(model, op, more=(), **attributes):
+    """Let a node compute the graph's output from its former one."""
+    end = model.graph.output[0].name
+    for node in model.graph.node:
+        node.output[:] = ["before" if name == end else name for name in node.output]
+    model.graph.node.append(onnx.helper.make_node(op, [*more, "before"], [end], **attributes))
+
+
+def loop(model):
+    value, kind = onnx.helper.make_tensor_value_info, onnx.TensorProto
+    body = onnx.helper.make_graph(
+        [onnx.helper.make_node("Identity", [name], [name + "2"]) for name in ("on", "x")],
+        "body",
+        [value("i", kind.INT64, []), value("on", kind.BOOL, []), value("x", 1, None)],
+        [value("on2", kind.BOOL, []), value("x2", 1, None)],
+    )
+    constants = onnx.numpy_helper.from_array
+    model.graph.initializer.append(constants(np.asarray(2**62), "count"))
+    model.graph.initializer.append(constants(np.asarray(True), "true"))
+    after(model, "Loop", ["count", "true"], body=body)
+
+
+def other_size(model):
+    described = json.loads(model.metadata_props[0].value)
+    described["input"]["img_size"] = [64, 64]
+    model.metadata_props[0].value = json.dumps(described)
+
+
+def outside(model):
+    tensor = model.graph.initializer[0]
+    tensor.ClearField("raw_data")
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="model.pt2")
+
+
+TAMPERED = {
+    "a loop": (loop, "control flow"),
+    "another size": (other_size, "dimensions"),
+    "one logit": (lambda model: after(model, "ReduceSum", keepdims=1), r"shape \(1, 1\)"),
+    "weights elsewhere": (outside, "External data"),
+    "no description": (lambda model: model.metadata_props.pop(), "exported"),
+    "no output": (lambda model: model.graph.output.pop(), "output"),
+}
+
+
+@pytest.mark.parametrize("kind", TAMPERED)
+def test_a_graph_that_was_tampered_with_is_refused(kind, exported, tmp_path):
+    tamper, named = TAMPERED[kind]
+    model, path = onnx.load(exported[1]), tmp_path / "a.onnx"
+    tamper(model)
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(UserError, match=named) as caught:
+        open_model(path)(pictures(1))
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 # Opening.

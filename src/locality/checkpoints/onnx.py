@@ -1,0 +1,226 @@
+"""Graphs that run without this library: write ONNX and torch.export files, open ONNX files."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from locality.checkpoints.format import Checkpoint
+from locality.checkpoints.registry import FORMAT, check_export_path
+from locality.data.config import Preprocessing
+from locality.errors import UserError, prefix_errors, require, wrap_errors
+from locality.files import atomic_file, parse_json, read_bytes, write_atomic
+from locality.models.base import ImageClassifier
+from locality.models.config import CvTConfig
+
+Format = Literal["onnx", "torch-export"]
+
+INPUT, OUTPUT = "images", "logits"
+"""Names of a graph's input and output."""
+
+DESCRIPTION = "locality.json"
+"""Name of the description inside a torch.export file."""
+
+TOLERANCE = 1e-4
+"""Tolerance for an ONNX graph's logits, relative to the largest logit."""
+
+_MAX_BYTES = 2 << 30  # Protocol Buffers' own limit
+_ERRORS = 3  # ONNX Runtime's severity
+
+
+def export(
+    model: nn.Module,
+    path: Path | str,
+    format: Format = "onnx",
+    *,
+    preprocessing: Preprocessing | None = None,
+    classes: Sequence[str] | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a model as a graph that runs without this library, for any batch size.
+
+    A CvT without position embeddings also accepts images of any height and width; other models have
+    a fixed image size. The graph is the model in evaluation mode and fp32. If ONNX Runtime is
+    installed, an ONNX graph is compared with the model before it is written.
+
+    Args:
+        model: any model of this library; not modified.
+        path: the file, ending in .onnx or .pt2.
+        format: "onnx", or "torch-export" for `torch.export.load`.
+        preprocessing, classes: stored in the file for `open_model`.
+        overwrite: replace an existing file.
+
+    Returns:
+        the path.
+
+    Raises:
+        UserError: for an unknown format, a wrong suffix, a missing folder, a model of another
+            library or with images too small to export, missing ONNX packages, or a graph whose
+            logits differ from the model's.
+    """
+    path = Path(path)
+    check_export_path(path, format, overwrite)
+    if format == "onnx":
+        require("exporting to ONNX", "locality[export]", "onnx", "onnxscript")
+    checkpoint = Checkpoint.of(model, preprocessing, classes)
+    preprocessing = checkpoint.preprocessing
+    copy = checkpoint.build()
+    axes = _dynamic_axes(copy)
+    if preprocessing is not None and 2 not in axes and preprocessing.size != copy.img_size:
+        raise UserError(
+            f"the graph takes images of {copy.img_size[0]}×{copy.img_size[1]}, but the "
+            f"preprocessing resizes to {preprocessing.size[0]}×{preprocessing.size[1]}; create the "
+            f"model with img_size={preprocessing.img_size}"
+        )
+    with torch.no_grad(), suppress_warnings():
+        program = torch.export.export(copy, (_example(copy, 2),), dynamic_shapes=(axes,))
+    description = json.dumps(checkpoint.describe())
+    if format == "onnx":
+        content = _onnx(program, axes, description)
+        _check_onnx(copy, content)
+        write_atomic(path, content)
+    else:
+        with atomic_file(path) as file:
+            torch.export.save(program, file, extra_files={DESCRIPTION: description})
+    return path
+
+
+def _dynamic_axes(model: ImageClassifier) -> dict[int, Any]:
+    """The dynamic axes of the images, with their range.
+
+    Raises:
+        UserError: if the model's image size is below the smallest that can be exported.
+    """
+    axes: dict[int, Any] = {0: Dim("batch", min=1)}
+    config = model.config
+    if not isinstance(config, CvTConfig) or any(stage.use_pos_embed for stage in config.stages):
+        return axes
+    # torch.export specialises sizes of 1, so every grid must have at least 2.
+    side = config.minimum_size
+    while _smallest_grid(config, side) < 2:
+        side += 1
+    if min(model.img_size) < side:
+        raise UserError(
+            f"this model can be exported for images of at least {side}×{side}, but has "
+            f"{model.img_size[0]}×{model.img_size[1]}; create it with img_size={side}"
+        )
+    return axes | {2: Dim("height", min=side), 3: Dim("width", min=side)}
+
+
+def _smallest_grid(config: CvTConfig, side: int) -> int:
+    """The shortest side of any grid of queries or keys, for an image of `side`."""
+    stages = zip(config.grids((side, side)), config.stages, strict=True)
+    return min(min(*grid, *stage.kv_grid(grid, max(stage.kv_strides))) for grid, stage in stages)
+
+
+def _onnx(program: torch.export.ExportedProgram, axes: dict[int, Any], description: str) -> bytes:
+    import onnx
+
+    with suppress_warnings():
+        exported = torch.onnx.export(
+            program,
+            input_names=[INPUT],
+            output_names=[OUTPUT],
+            dynamic_shapes=(axes,),  # only for the names of the axes
+            dynamo=True,
+            verbose=False,
+        )
+    assert exported is not None
+    proto = exported.model_proto
+    onnx.helper.set_model_props(proto, {FORMAT: description})
+    onnx.checker.check_model(proto)
+    return proto.SerializeToString()
+
+
+def _check_onnx(model: ImageClassifier, content: bytes) -> None:
+    """Compare an ONNX graph with the model, if ONNX Runtime is installed.
+
+    Raises:
+        UserError: if their logits differ by more than `TOLERANCE`.
+    """
+    if importlib.util.find_spec("onnxruntime") is None:
+        return
+    session = _session(content)
+    for batch in (1, 3):
+        images = _example(model, batch)
+        with torch.no_grad():
+            expected = model(images)
+        logits = torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0])
+        distance = (logits - expected).abs().max().item()
+        if not distance <= TOLERANCE * max(1.0, expected.abs().max().item()):
+            raise UserError(
+                f"the ONNX graph's logits differ from the model's by {distance:.2g}; no file was "
+                f"written"
+            )
+
+
+def _example(model: ImageClassifier, batch: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(batch, model.in_chans, *model.img_size, generator=generator)
+
+
+@contextlib.contextmanager
+def suppress_warnings() -> Iterator[None]:
+    """Suppress torch's internal warnings and the exporter's notes on its optimiser."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(before)
+
+
+def open_graph(path: Path) -> tuple[Callable[[Tensor], Tensor], Checkpoint]:
+    """Open an ONNX file written by `export`.
+
+    Returns:
+        its function, images (B, C, H, W) → logits (B, classes), and its description as a
+        checkpoint without weights.
+
+    Raises:
+        UserError: if it is not such a file.
+    """
+    content = read_bytes(path, _MAX_BYTES)
+    require("running an ONNX graph", "locality[export]", "onnx", "onnxruntime")
+    import onnx
+
+    with prefix_errors(path):
+        with wrap_errors("it is not a valid ONNX graph", Exception):
+            nodes = onnx.load_model_from_string(content).graph.node
+            session = _session(content)  # from memory, so that it cannot refer to other files
+            described = session.get_modelmeta().custom_metadata_map.get(FORMAT)
+        if any(attribute.HasField("g") for node in nodes for attribute in node.attribute):
+            raise UserError("it has control flow, which may never end")
+        if described is None:
+            raise UserError("it was not exported by this library: it has no preprocessing")
+        held = Checkpoint.from_description(parse_json(described, "its description"), {})
+
+    def logits(images: Tensor) -> Tensor:
+        with wrap_errors(f"{path} cannot be run", Exception):
+            output = torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0])
+        expected = len(images), held.config.num_classes
+        if output.shape != expected:
+            raise UserError(f"{path} returns shape {tuple(output.shape)} instead of {expected}")
+        return output
+
+    return logits, held
+
+
+def _session(content: bytes) -> Any:
+    """A quiet ONNX Runtime session on the CPU."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = _ERRORS
+    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
