@@ -133,7 +133,9 @@ def parse_yaml(text: str, where: str) -> Any:
                 raise UserError(
                     f"{where} has more than {_DEEPEST} levels or {_MOST_ALIASES} aliases"
                 )
-        return yaml.load(text, _Loader)
+        value = yaml.load(text, _Loader)
+        json.dumps(value, default=str)  # refuses values that contain themselves
+        return value
 
 
 def read_rows(
