@@ -312,10 +312,10 @@ def serve(arguments: Sequence[str]) -> None:
 
     given = GivenModel(options.model, options)
     require("`locality serve`", "locality[serve]", "fastapi", "uvicorn")
-    from locality.serve import server
+    from locality.serve import serve as start
 
-    place = options.host, options.port, options.hosts or ()
-    server.serve(given.opened, *place, options.title or "", given.config.data.decoding)
+    address = options.host, options.port, options.hosts or ()
+    start(given.opened, *address, options.title or "", given.config.data.decoding)
 
 
 def figure(arguments: Sequence[str]) -> None:

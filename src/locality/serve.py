@@ -1,0 +1,233 @@
+"""A web page and HTTP endpoints that classify images and show the attention of all heads.
+
+Any web page that the user visits can send requests to this machine and, through DNS rebinding, read
+the responses. So a request must name a known host, and a POST must come from the page itself.
+Images are limited in bytes and pixels; one at a time is decoded and classified, in a thread.
+Requests cannot name files, and none are written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import NoReturn, TypeVar
+
+import anyio
+import anyio.to_thread
+import h11
+import psutil
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse
+from PIL import Image
+from pydantic import BaseModel
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp
+
+from locality import __version__
+from locality.analysis.explorer import explorer_page
+from locality.checkpoints.api import Classifier
+from locality.data.config import Decoding
+from locality.data.decoding import decode
+from locality.data.sources import BadImage
+from locality.errors import NonFiniteLogits, UserError, printable, some, wrap_errors
+from locality.templates import render
+
+MEGABYTES = 20
+"""Largest accepted file."""
+_MAX_PIXELS = 50_000_000  # phone photographs
+# With the largest files in all of them, a gigabyte.
+_MAX_CONNECTIONS = 50
+_BODY_SECONDS = 60
+_SHUTDOWN_SECONDS = 2
+_MAX_NAMED = 6  # classes in the title
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; "
+    "style-src 'unsafe-inline'; img-src data: blob:; connect-src 'self' data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+}
+_IMAGE = {"requestBody": {"required": True, "content": {"image/*": {}, "multipart/form-data": {}}}}
+
+T = TypeVar("T")
+
+
+class ClassProbability(BaseModel):
+    """A class and its probability."""
+
+    name: str
+    probability: float
+
+
+class Prediction(BaseModel):
+    """The most probable classes of an image, best first."""
+
+    model: str
+    classes: list[ClassProbability]
+
+
+def application(
+    classifier: Classifier, title: str = "", decoding: Decoding | None = None
+) -> FastAPI:
+    """The application: page at /, endpoints /predict and /attention, reference /openapi.json.
+
+    Args:
+        classifier: the model; /attention does not support ONNX graphs.
+        title: the page's title; by default a question with the class names.
+        decoding: how images are decoded, by default as the model's; EXIF orientation is always
+            applied.
+    """
+    # The docs pages of FastAPI load external scripts.
+    app = FastAPI(title=classifier.name, version=__version__, docs_url=None, redoc_url=None)
+    classes = [printable(name) for name in classifier.classes or ()]
+    page = render(
+        "locality.report",
+        "serve.html",
+        title=title or _question(classes or [printable(classifier.name)]),
+        classes=some(classes, 20, quote="") if len(classes) > _MAX_NAMED else "",
+        name=classifier.name,
+        size=classifier.preprocessing.size,
+        megabytes=MEGABYTES,
+    )
+    settings = decoding or classifier.preprocessing.decoding
+    pixels = min(settings.max_pixels, _MAX_PIXELS)
+    settings = replace(settings, exif=True, max_pixels=pixels)
+    one = anyio.CapacityLimiter(1)  # torch already uses all cores for one image
+
+    async def with_image(request: Request, function: Callable[[Image.Image], T]) -> T:
+        data = await _body(request)
+        try:
+            # Abandoned if the server shuts down.
+            return await anyio.to_thread.run_sync(
+                lambda: function(decode(data, settings)), limiter=one, abandon_on_cancel=True
+            )
+        except (BadImage, UserError) as error:
+            status = 500 if isinstance(error, NonFiniteLogits) else 422
+            raise HTTPException(status, str(error)) from None
+
+    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
+    async def show() -> str:
+        return page
+
+    @app.post("/predict", openapi_extra=_IMAGE)
+    async def predict(request: Request) -> Prediction:
+        """The five most probable classes of the image in the body."""
+        best = await with_image(
+            request, lambda image: classifier.top_classes(classifier([image])[0])
+        )
+        # Names may contain characters that are invalid in UTF-8.
+        named = [ClassProbability(name=printable(name), probability=p) for name, p in best.items()]
+        return Prediction(model=classifier.name, classes=named)
+
+    @app.post("/attention", openapi_extra=_IMAGE, response_class=HTMLResponse)
+    async def attention(request: Request) -> str:
+        """An HTML page with the attention of all layers and heads for the image in the body."""
+        names = ["your image"]
+        return await with_image(request, lambda image: explorer_page([classifier], [image], names))
+
+    @app.middleware("http")
+    async def own_page_only(
+        request: Request, respond: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
+        origin, host = request.headers.get("origin"), request.headers.get("host", "")
+        if request.method == "POST" and origin and origin.partition("://")[2] != host:
+            sentence = f"a page of {origin} may not POST to {host}; a proxy must forward the host"
+            return JSONResponse({"detail": sentence}, 403)
+        response = await respond(request)
+        response.headers.update(_HEADERS)
+        return response
+
+    return app
+
+
+def _question(names: Sequence[str]) -> str:
+    """A title such as "coat, shirt or t-shirt?"."""
+    if len(names) > _MAX_NAMED:
+        return f"Which of {len(names):,} classes?"
+    *others, last = names
+    return f"{', '.join(others)} or {last}?" if others else last
+
+
+async def _body(request: Request) -> bytes:
+    """The image in a request: its body, or the only file of a form.
+
+    Raises:
+        HTTPException: too large, too slow, or a form without exactly one file.
+    """
+    data, most = bytearray(), MEGABYTES * 1_000_000
+    try:
+        with anyio.fail_after(_BODY_SECONDS):
+            # Read to the end even if too large: clients that are sending do not read responses.
+            async for piece in request.stream():
+                data += piece[: most + 1 - len(data)]
+    except TimeoutError:
+        raise HTTPException(408, f"no complete image within {_BODY_SECONDS} seconds") from None
+    except ClientDisconnect:
+        raise HTTPException(400, "the connection was closed") from None
+    if len(data) > most:
+        raise HTTPException(413, f"the file is larger than {MEGABYTES} MB; send a smaller image")
+    kind, _, boundary = request.headers.get("content-type", "").partition("boundary=")
+    if not kind.startswith("multipart/"):
+        return bytes(data)
+    # Each part between boundaries: headers, an empty line, content.
+    separator = b"\r\n--" + boundary.strip('"').encode()
+    parts = [part.partition(b"\r\n\r\n") for part in (b"\r\n" + data).split(separator, 100)]
+    files = [content for lines, _, content in parts if b"filename" in lines]
+    if len(files) != 1:
+        raise HTTPException(422, f"{len(files)} files; send one, as in curl -F image=@photo.jpg")
+    return bytes(files[0])
+
+
+def serve(
+    classifier: Classifier,
+    host: str,
+    port: int,
+    hosts: Sequence[str] = (),
+    title: str = "",
+    decoding: Decoding | None = None,
+) -> NoReturn:
+    """Print the page's URL and serve until interrupted; then end the process.
+
+    Args:
+        classifier: the model.
+        host: address to listen on; 127.0.0.1 accepts connections from this machine only.
+        port: the port; 0 for any free one.
+        hosts: further host names of the server, also `*.example`; "*" allows all.
+        title, decoding: see `application`.
+
+    Raises:
+        UserError: cannot listen on the address, or a host name is invalid.
+    """
+    addresses = [own.address for listed in psutil.net_if_addrs().values() for own in listed]
+    known = ["localhost", socket.gethostname(), host, *addresses, *hosts]
+    app: ASGIApp = application(classifier, title, decoding)
+    with wrap_errors("invalid name in hosts", AssertionError):
+        app = TrustedHostMiddleware(app, known, www_redirect=False)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with wrap_errors(f"cannot listen on {host}, port {port}; give another --port", OSError):
+        listening = socket.create_server((host, port), family=family)
+    name = f"[{host}]" if ":" in host else host
+    print(f"http://{name}:{listening.getsockname()[1]}", flush=True)
+    config = uvicorn.Config(
+        app,
+        log_level="error",
+        server_header=False,
+        limit_concurrency=_MAX_CONNECTIONS,
+        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+    )
+    for logger in ("asyncio", "uvicorn.error"):
+        logging.getLogger(logger).addFilter(_is_ours)
+    with contextlib.suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[listening])
+    # The model may still be running in a thread.
+    os._exit(130)  # as after Ctrl-C in a shell
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether an error is the server's: uvicorn logs a traceback for requests that are no HTTP."""
+    return not (record.exc_info and isinstance(record.exc_info[1], h11.LocalProtocolError))
