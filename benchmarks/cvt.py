@@ -35,12 +35,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
-
-from locality.benchmark import (
+from peers import (
     inference,
     interleave,
     machine,
@@ -48,6 +43,11 @@ from locality.benchmark import (
     randomise,
     training_step,
 )
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
 from locality.files import write_atomic
 from locality.machine import commit
 from locality.models import build

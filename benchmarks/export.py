@@ -20,8 +20,8 @@ from pathlib import Path
 
 import onnxruntime
 import torch
+from peers import Timing, inference, interleave, machine, randomise
 
-from locality.benchmark import Timing, inference, interleave, machine, randomise
 from locality.checkpoints import export
 from locality.checkpoints.onnx import INPUT
 from locality.files import write_atomic

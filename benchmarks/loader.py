@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from peers import Work, interleave, machine, timed_rows, to_table
 from PIL import Image
 from timm.data import ImageDataset, Mixup, create_loader
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import InterpolationMode, v2
 
-from locality.benchmark import Work, interleave, machine, timed_rows, to_table
 from locality.data import Preprocessing, train_loader
 from locality.data.config import DEFAULT_DECODING, IMAGENET_MEAN, IMAGENET_STD
 from locality.data.folder import list_folder

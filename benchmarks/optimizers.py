@@ -16,8 +16,8 @@ from pathlib import Path
 import timm.optim.muon
 import torch
 import torch.nn.functional as F
+from peers import interleave
 
-from locality.benchmark import interleave
 from locality.files import write_atomic
 from locality.machine import describe_environment
 from locality.models import build

@@ -24,9 +24,9 @@ from typing import Any
 
 import cct  # noqa: F401 (registers cct_2)
 import torch
+from peers import machine
 from tune import OWN
 
-from locality.benchmark import machine
 from locality.machine import commit
 from locality.models import count_parameters
 from locality.trained import TrainedRun

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning_fabric import Fabric
+from peers import interleave
 
-from locality.benchmark import interleave
 from locality.files import write_atomic
 from locality.machine import describe_environment
 from locality.training import RunFolder, recipe, replace

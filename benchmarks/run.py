@@ -1,8 +1,7 @@
 """`make bench`: the speed and memory figures of the documentation.
 
-Each model is measured in its own process, as by `locality benchmark`, on a CPU or, if torch sees
-one, a CUDA device. Results go to benchmarks/results/NAME.json and, as tables, NAME.md; NAME has
-device and date.
+Each model is measured in its own process, on a CPU or, if torch sees one, a CUDA device. Results go
+to benchmarks/results/NAME.json and, as tables, NAME.md; NAME has device and date.
 
     python benchmarks/run.py            everything; about 20 minutes on two cores
     python benchmarks/run.py --only bf16 memory
@@ -25,8 +24,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peers import interleave, run_benchmark, to_table
 
-from locality.benchmark import interleave, run_benchmark, to_table
 from locality.files import write_atomic
 from locality.machine import commit
 

@@ -22,7 +22,6 @@ ORDER = [
     "runner",
     "figures",
     "analysis",
-    "benchmark",
     "training",
     "timm",
     "transformers",

@@ -7,9 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from loader import run_loading
-from torch import nn
-
-from locality.benchmark import (
+from peers import (
     Timing,
     interleave,
     peers,
@@ -18,6 +16,8 @@ from locality.benchmark import (
     timed_rows,
     to_table,
 )
+from torch import nn
+
 from locality.errors import UserError
 from locality.models import build
 from locality.training.resolved_run import saved_activations
@@ -111,7 +111,7 @@ def test_models_that_disagree_are_not_timed(monkeypatch):
         randomise(found["timm"], seed=1)
         return found
 
-    monkeypatch.setattr("locality.benchmark.peers", other_weights)
+    monkeypatch.setattr("peers.peers", other_weights)
     with pytest.raises(ValueError, match="timed"):
         run_benchmark("convit_tiny", img_size=32, **QUICK)
 

@@ -33,7 +33,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("images:serve", "serve a model as a local web page and an HTTP endpoint"),
     "figure": ("images:figure", "draw one of the papers' figures from runs or models"),
     "reproduce": ("locality_papers.commands:reproduce", "reproduce a paper's table or figure"),
-    "benchmark": ("models:benchmark", "speed and memory against timm and transformers"),
     "convert": ("models:convert", "convert weights from one format to another"),
     "transform": ("models:transform", "replace a CNN's convolutions by gated attention"),
     "export": ("models:export", "write a model as ONNX or a torch.export program"),

@@ -19,7 +19,6 @@ from locality.training.model import settings_from_weights
 from ..conftest import SHORT_WORDS
 
 DIGITS = ["--data.dataset", "digits", "--data.workers", "0"]
-QUICK = "--img_size 32 --rounds 1 --batch_size 2"
 # Arguments: model, image, output folder.
 COMMANDS = {
     "predict": lambda what, image, out: ["predict", image, "--model", what],
@@ -31,7 +30,6 @@ COMMANDS = {
         *("export", what, f"{out}/graph.pt2", "--format", "torch-export"),
     ],
     "convert": lambda what, image, out: ["convert", what, f"{out}/saved"],
-    "benchmark": lambda what, image, out: ["benchmark", what, *QUICK.split()],
     "figure": lambda what, image, out: [
         *("figure", "maps", what, "--images", image, "--output", f"{out}/maps"),
     ],

@@ -8,9 +8,9 @@ import copy
 import pytest
 import timm
 import torch
+from peers import peak_memory
 
 from locality.analysis.measures import measure_model
-from locality.benchmark import peak_memory
 from locality.models import build
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from peers import peers
 
-from locality.benchmark import peers
 from locality.checkpoints.foreign import TRANSFORMERS
 from locality.models import build
 

@@ -1,4 +1,4 @@
-"""`locality models`, `convert`, `transform`, `export` and `benchmark`."""
+"""`locality models`, `convert`, `transform` and `export`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from locality import checkpoints, checks, models
 from locality.checkpoints.registry import KEY_MAP_NAMES, SOURCES, check_export_path, check_target
-from locality.commands import MODEL, GivenModel, table
+from locality.commands import GivenModel, table
 from locality.commands.parsing import Parser
-from locality.errors import UserError, unknown
-from locality.files import check_output, check_output_folder, check_parent, write_atomic
+from locality.errors import unknown
+from locality.files import check_output_folder
 from locality.models.variants import FAMILY_NAMES, PREFIX, VARIANTS, matching, variant
 
 
@@ -154,57 +154,4 @@ def export(arguments: Sequence[str]) -> None:
             classes=opened.classes,
             overwrite=options.overwrite,
         )
-    )
-
-
-def benchmark(arguments: Sequence[str]) -> None:
-    """Measure images per second of inference and training, activation memory and peak GPU memory,
-    against another implementation with equal weights, interleaved in one process.
-    """
-    parser = Parser("benchmark", benchmark.__doc__)
-    parser.add_model("models", nargs="*", default=[], help=f"name of an architecture, or {MODEL}")
-    parser.add("--against", "timm", "timm or transformers", Literal["timm", "transformers"])
-    parser.add("--img_size", None, "pixels; the model's by default", checks.Count)
-    parser.add("--batch_size", 8, "images per call")
-    parser.add("--precision", "fp32", "fp32, or bf16 for autocast", Literal["fp32", "bf16"])
-    parser.add("--compiled", False, "use torch.compile")
-    parser.add("--rounds", 11, "timings per implementation; medians are reported")
-    parser.add("--threads", None, "CPU threads", checks.Count)
-    parser.add("--device", "auto", "auto, cpu or cuda", Literal["auto", "cpu", "cuda"])
-    parser.add("--output", None, "also write JSON to this file")
-    parser.add_overwrite()
-    options = parser.read(arguments)
-    if not options.models:
-        raise UserError("no models given; `locality models` lists them")
-    if all(name in VARIANTS for name in options.models):
-        parser.refuse("variant entry set", "applies to weights, but none are given")
-    check_parent(options.output)
-    check_output(options.output, options.overwrite)
-
-    given = {name: GivenModel(name, options) for name in options.models if name not in VARIANTS}
-    opened = {name: model.opened.module() for name, model in given.items()}
-    from locality.benchmark import run_benchmark, to_table
-
-    asked = {name: value for name, value in vars(options).items() if name in _ASKED}
-    results = []
-    for name in options.models:
-        result = run_benchmark(opened.get(name, name), **asked)
-        results.append(result | {"model": name})
-        header, cells = to_table(result["rows"])
-        print(f"\n{name} on {_describe(result['machine'])}\n")
-        print(table(cells, header))
-    if options.output:
-        content = json.dumps(results, indent=2) + "\n"
-        write_atomic(options.output, content)
-
-
-_ASKED = {
-    *("against", "img_size", "batch_size", "precision", "compiled", "rounds", "threads", "device")
-}
-
-
-def _describe(machine: dict[str, Any]) -> str:
-    return (
-        f"{machine['device']} ({machine['threads']} threads, {machine['instructions']}), "
-        f"torch {machine['torch']}, timm {machine['timm']}, {machine['date']}"
     )
