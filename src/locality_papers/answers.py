@@ -22,7 +22,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from locality.analysis.statistics import Estimate, holm, two_sided_p, two_sided_t
+from scipy.special import stdtr, stdtrit
+
+from locality.analysis.statistics import Estimate, holm
 from locality.files import csv_text, write_atomic
 from locality_papers.records import Record
 
@@ -153,6 +155,14 @@ def _error(question: Record) -> tuple[float, float]:
     whole = of_seeds + question["images"] ** 2
     combined = freedom * (whole / of_seeds) ** 2 if of_seeds else _LARGE
     return math.sqrt(whole), min(combined, max(freedom, _LARGE))
+
+
+def two_sided_t(df: float) -> float:
+    return float(stdtrit(df, 0.975))
+
+
+def two_sided_p(t: float, df: float) -> float:
+    return float(2 * stdtr(df, -abs(t)))
 
 
 def _rounded(value: Any) -> Any:

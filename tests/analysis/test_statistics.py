@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 from scipy import stats
 
@@ -41,6 +42,53 @@ def test_differences_that_are_equal_but_for_rounding_are_all_alike():
     assert found.half_width == 0 and found.p_value() == 0.25
 
 
+def same_images(rng, shared, runs=8, images=200):
+    """Right or wrong, model A − model B, of runs on the same images; and the expected difference.
+
+    Each model finds its own images hard, and a part of that is `shared`.
+    """
+    hard, right = rng.normal(size=images), []
+    for easier in (0.0, 0.1):
+        own = math.sqrt(shared) * hard + math.sqrt(1 - shared) * rng.normal(size=images)
+        noise = math.sqrt(0.2) * rng.normal(size=(runs, images)) + 0.1 * rng.normal(size=(runs, 1))
+        right.append(math.sqrt(0.8) * own + noise > -1 - easier)
+    expected = np.diff(stats.norm.cdf(np.array([1.1, 1.0]) / math.sqrt(1.01)))[0]
+    return right, expected
+
+
+@pytest.mark.parametrize("shared, correlation", [(0.0, 0.0), (0.9, 0.76)])
+def test_intervals_of_models_on_the_same_images_cover_95_percent(shared, correlation):
+    rng, covered, correlations = np.random.default_rng(0), [], []
+    for _ in range(2000):
+        (first, second), expected = same_images(rng, shared)
+        found = estimate(first.astype(float) - second)
+        covered.append(found.low <= expected <= found.high)
+        correlations.append(np.corrcoef(first.mean(axis=0), second.mean(axis=0))[0, 1])
+    assert np.mean(covered) == pytest.approx(0.95, abs=0.01)
+    assert np.mean(correlations) == pytest.approx(correlation, abs=0.03)
+
+
+def test_intervals_of_repeated_splits_cover_95_percent():
+    rng, covered, naive = np.random.default_rng(0), [], []
+    for _ in range(2000):
+        difference = rng.normal(size=200)  # of two models by image, expected to be 0
+        tests = [rng.permutation(200)[:50] for _ in range(8)]
+        values = [difference[chosen].mean() for chosen in tests]
+        covered.append(not estimate(values, shared=50 / 150).excludes_zero)
+        naive.append(not estimate(values).excludes_zero)
+    assert np.mean(covered) == pytest.approx(0.95, abs=0.01)
+    assert np.mean(naive) < 0.8
+
+
+def test_an_error_over_images_widens_the_interval():
+    values = [90.0, 92.0, 94.0]
+    alone, both = estimate(values), estimate(values, images=1.0)
+    assert both.half_width > alone.half_width / 2 and both.df > alone.df
+    error = math.sqrt(4 / 3 + 1)
+    assert both.half_width == pytest.approx(stats.t.ppf(0.975, both.df) * error)
+    assert estimate([2.0, 2.0], images=1.0).half_width == pytest.approx(1.96, abs=1e-3)
+
+
 def test_holm_stops_at_the_first_that_is_not_small_enough():
     assert holm([0.04, 0.01, 0.03]) == [False, True, False]
     assert holm([0.01, 0.02, 0.03]) == [True, True, True]
@@ -59,6 +107,6 @@ def test_an_interval_of_a_proportion_is_wilsons():
     low, high = proportion_interval(0.8, 10)
     assert (low, high) == pytest.approx((0.4902, 0.9433), abs=1e-4)
     assert proportion_interval(1, 10)[1] == pytest.approx(1)
-    # Its ends are where the share lies 1.96 standard errors away.
+    # Its ends are where the share lies that many standard errors away.
     for end in (low, high):
-        assert abs(0.8 - end) == pytest.approx(1.96 * math.sqrt(end * (1 - end) / 10))
+        assert abs(0.8 - end) == pytest.approx(1.959964 * math.sqrt(end * (1 - end) / 10))

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from locality.analysis.statistics import estimate, two_sided_t
+from locality.analysis.statistics import estimate
 from locality_papers.answers import (
     AT_MOST,
     CANNOT_TELL,
@@ -18,6 +18,7 @@ from locality_papers.answers import (
     interval,
     p_value,
     seeds_needed,
+    two_sided_t,
     write_answers,
 )
 

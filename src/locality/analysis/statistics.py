@@ -1,29 +1,42 @@
-"""Statistics over few seeds: means, intervals, and differences paired by seed."""
+"""Means over repeated runs with their intervals: the one error model of reports and the study.
+
+Two things vary between repetitions of an experiment: the run (its seed), and the evaluated images.
+
+- Each run has images of its own: their spread over runs includes both.
+- All runs share their images: the images are a second sample, so accuracies by run and image are
+  analysed as a crossed design (`estimate` with two dimensions). Differences of two models on the
+  same images vary much less than independent accuracies would, as the same images are hard.
+- Runs divide the same images again and again (folds, a new split per seed): their test sets
+  overlap, so their spread is too small by `shared` (Nadeau & Bengio, 2003).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-from mpmath import betainc, findroot
+import numpy as np
+import numpy.typing as npt
+from scipy.special import stdtr, stdtrit
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds with its interval by Student's t.
+    """A mean over runs with its interval by Student's t.
 
     Attributes:
         mean: mean of the values.
-        half_width: the interval is mean ± half_width; None for a single value.
-        n: number of values.
+        half_width: the 95% interval is mean ± half_width; None for a single run.
+        n: number of runs.
+        df: degrees of freedom; n − 1 by default.
     """
 
     mean: float
     half_width: float | None
     n: int
+    df: float | None = None
 
     @property
     def low(self) -> float | None:
@@ -34,14 +47,14 @@ class Estimate:
         return None if self.half_width is None else self.mean + self.half_width
 
     def p_value(self, at: float = 0.0) -> float:
-        """Two-sided p-value of "the mean is `at`"; 1 for a single value.
+        """Two-sided p-value of "the mean is `at`"; 1 for a single run.
 
         If all values are equal, Student's t is undefined and the sign test is used.
         """
         if not self.half_width:
             return 1.0 if self.half_width is None or self.mean == at else 2.0 ** (1 - self.n)
-        df = self.n - 1
-        return two_sided_p((self.mean - at) / self.half_width * two_sided_t(df), df)
+        df = self.n - 1 if self.df is None else self.df
+        return float(2 * stdtr(df, -abs(self.mean - at) / self.half_width * _quantile(df)))
 
     @property
     def excludes_zero(self) -> bool:
@@ -49,28 +62,57 @@ class Estimate:
         return self.half_width is not None and abs(self.mean) > self.half_width
 
 
-def estimate(values: Sequence[float], shared: float = 0.0) -> Estimate:
-    """The mean of `values` with its 95% interval: mean ± t(n − 1) · s · √(1/n + shared).
+def estimate(values: npt.ArrayLike, shared: float = 0.0, images: float = 0.0) -> Estimate:
+    """The mean of `values` with its 95% interval.
 
     Args:
-        values: at least one.
-        shared: 0 for independent values. For folds, which share training images and so vary too
-            little: images per fold / training images (Nadeau & Bengio, 2003).
+        values: one per run, at least one; or, of runs on the same images, (runs, images).
+        shared: 0 for independent values; test images / training images where runs divide the same
+            images again. The variance of the mean is then s² (1/n + shared).
+        images: standard error over images that all runs share, if only their mean is known.
 
     Raises:
         ValueError: `values` is empty.
     """
-    n = len(values)
+    table = np.asarray(values, dtype=float)
+    n = len(table)
     if n == 0:
         raise ValueError("a mean needs at least one value")
-    mean = math.fsum(values) / n
+    by_run = table.reshape(n, -1).mean(axis=1)
+    mean = math.fsum(by_run) / n
     if n == 1:
         return Estimate(mean, None, 1)
-    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
-    if deviation < 1e-9 * abs(mean):  # equal, as differences of rounded numbers
-        deviation = 0.0
-    scale = math.sqrt(1 / n + shared)
-    return Estimate(mean, two_sided_t(n - 1) * deviation * scale, n)
+    spread = float(by_run.var(ddof=1))
+    if math.sqrt(spread) < 1e-9 * abs(mean):  # equal, as differences of rounded numbers
+        spread = 0.0
+    variance, df = spread * (1 / n + shared), float(n - 1)
+    if images:
+        df *= (variance + images**2) ** 2 / variance**2 if variance else math.inf
+        variance, df = variance + images**2, min(df, 1e6)
+    elif table.ndim == 2 and table.shape[1] > 1 and np.ptp(table):
+        variance, df = _crossed(table)
+    return Estimate(mean, _quantile(df) * math.sqrt(variance), n, df)
+
+
+def _crossed(table: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """Variance of the mean of (runs, images), and its degrees of freedom (Satterthwaite's).
+
+    Both factors are random. The mean squares of runs and of images each contain that of the rest,
+    which would count twice.
+    """
+    n, count = table.shape
+    by_run, by_image = table.mean(axis=1), table.mean(axis=0)
+    rest = table - by_run[:, None] - by_image + table.mean()
+    squares = np.array([count * by_run.var(ddof=1), n * by_image.var(ddof=1), 0.0])
+    degrees = np.array([n - 1, count - 1, (n - 1) * (count - 1)], dtype=float)
+    squares[2] = -np.square(rest).sum() / degrees[2]
+    total = max(squares.sum(), -squares[2])
+    return total / table.size, total**2 / float((squares**2 / degrees).sum())
+
+
+def _quantile(df: float) -> float:
+    """The t with P(|T| ≤ t) = 95% in Student's distribution."""
+    return float(stdtrit(df, 0.975))
 
 
 def mean_curve(
@@ -85,47 +127,24 @@ def mean_curve(
     Returns:
         {"x", "mean", "half_width", "n"}: the x, and the fields of `estimate` at each.
     """
-    by_place: dict[float, list[float]] = {}
+    by_x: dict[float, list[float]] = {}
     for curve in curves:
-        for place, value in zip(curve["x"], curve["y"], strict=True):
-            by_place.setdefault(place, []).append(value)
-    at = {
-        place: estimate(values)
-        for place, values in sorted(by_place.items())
+        for x, value in zip(curve["x"], curve["y"], strict=True):
+            by_x.setdefault(x, []).append(value)
+    estimates = {
+        x: estimate(values)
+        for x, values in sorted(by_x.items())
         if partial or len(values) == len(curves)
     }
-    return {
-        "x": list(at),
-        "mean": [each.mean for each in at.values()],
-        "half_width": [each.half_width for each in at.values()],
-        "n": [each.n for each in at.values()],
+    names = ("mean", "half_width", "n")
+    return {"x": list(estimates)} | {
+        name: [getattr(each, name) for each in estimates.values()] for name in names
     }
-
-
-@cache
-def two_sided_p(t: float, df: float) -> float:
-    """P(|T| ≥ |t|) of Student's distribution."""
-    return float(betainc(df / 2, 0.5, 0, df / (df + t * t), regularized=True))
-
-
-@cache
-def two_sided_t(df: float) -> float:
-    """The t with P(|T| ≤ t) = 95% in Student's distribution.
-
-    P(|T| > t) = I_x(ν/2, 1/2), the regularised incomplete beta function at x = ν / (ν + t²).
-    """
-    x = findroot(
-        lambda x: betainc(df / 2, 0.5, 0, x, regularized=True) - (1 - 0.95),
-        (0, 1),
-        solver="illinois",
-        maxsteps=200,
-    )
-    return math.sqrt(df * (1 / float(x) - 1))
 
 
 def proportion_interval(share: float, count: int) -> tuple[float, float]:
     """Wilson's 95% interval of a share that was seen in `count` independent trials."""
-    z = 1.96
+    z = _quantile(math.inf)
     centre = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
     return centre - half, centre + half
