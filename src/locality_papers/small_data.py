@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from sklearn.svm import SVC
+
 from locality.analysis.baselines import (
     baseline_inputs,
     read_baselines,
@@ -9,7 +11,6 @@ from locality.analysis.baselines import (
     split_pixels,
 )
 from locality.data.config import DATASETS
-from locality.errors import require
 from locality.figures.charts import percent
 from locality.runner.runs import Run
 from locality.training.cost import image_counts
@@ -31,11 +32,7 @@ def _baseline(name: str) -> Measure:
 
 def _support_vectors(run: Run) -> float:
     """Top-1 of scikit-learn's support vector machine with its default Gaussian kernel."""
-    require("a support vector machine", "scikit-learn", "sklearn")
-    from sklearn.svm import SVC
-
-    pixels = split_pixels(*baseline_inputs(run.config))
-    train, labels, val, targets = (each.numpy() for each in pixels)
+    train, labels, val, targets = split_pixels(*baseline_inputs(run.config))
     return 100 * SVC().fit(train, labels).score(val, targets)
 
 

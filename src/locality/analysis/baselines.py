@@ -1,4 +1,4 @@
-"""Baselines on pixels: the most frequent class, nearest neighbour and logistic regression.
+"""scikit-learn's classifiers on pixels, and the most frequent class.
 
 They are deterministic and untuned, so runs on the same images have the same baselines.
 """
@@ -6,14 +6,18 @@ They are deterministic and untuned, so runs on the same images have the same bas
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+import numpy as np
+from sklearn.dummy import DummyClassifier
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
+from sklearn.neighbors import KNeighborsClassifier
 
 from locality import checks
 from locality.data import DataSplits, eval_loader, open_data
@@ -41,12 +45,18 @@ BASELINES = "baselines.json"
 CHANCE = "chance"
 _SHAPE = {"top1": dict[str, checks.Finite], "train_images": int, "all_train_images": int}
 _BATCH = 512
+CLASSIFIERS: dict[str, Callable[[], Any]] = {
+    CHANCE: DummyClassifier,
+    "nearest neighbour": partial(KNeighborsClassifier, 1),
+    "logistic regression": partial(LogisticRegression, max_iter=200),
+}
+"""scikit-learn's defaults, but one neighbour."""
 
 
 def pixel_baselines(
     splits: DataSplits, preprocessing: InputConfig, workers: int = 0
 ) -> dict[str, Any]:
-    """Chance, nearest neighbour and logistic regression on the images of a run.
+    """The baselines on the images of a run.
 
     Args:
         splits: the run's data.
@@ -61,22 +71,19 @@ def pixel_baselines(
         UserError: a split is empty.
     """
     train, labels, val, targets = split_pixels(splits, preprocessing, workers)
-    commonest = labels.bincount().argmax()
-    predictions = {
-        CHANCE: commonest.expand(len(targets)),
-        "nearest neighbour": labels[nearest_neighbours(train, val)],
-        "logistic regression": logistic_regression(train, labels, val, len(splits.classes)),
-    }
-    top1 = {
-        name: 100 * float((predicted == targets).double().mean())
-        for name, predicted in predictions.items()
-    }
+    top1 = {}
+    for name, create in CLASSIFIERS.items():
+        # The others need two classes.
+        classifier = create() if len(np.unique(labels)) > 1 else DummyClassifier()
+        with warnings.catch_warnings(action="ignore", category=ConvergenceWarning):
+            classifier.fit(train, labels)
+        top1[name] = 100 * float(classifier.score(val, targets))
     return {"top1": top1, "train_images": len(train), "all_train_images": len(splits.train)}
 
 
 def split_pixels(
     splits: DataSplits, preprocessing: InputConfig, workers: int = 0
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Pixels (n, d), 0 … 1, and classes (n,) of the training and the validation images.
 
     At most `MAX_IMAGES` each. Arguments and errors: see `pixel_baselines`.
@@ -89,9 +96,9 @@ def split_pixels(
     as_is = replace(preprocessing, img_size=small, mean=(0.0,) * 3, std=(1.0,) * 3)
     train, labels = _pixels(splits.train, as_is, workers)
     val, targets = _pixels(splits.val, as_is, workers)
-    if all(bool((images == images[:, :1]).all()) for images in (train, val)):
+    if all((images == images[:, :1]).all() for images in (train, val)):
         train, val = train[:, :1], val[:, :1]  # grey: all channels are equal
-    return train.flatten(1), labels, val.flatten(1), targets
+    return train.reshape(len(train), -1), labels, val.reshape(len(val), -1), targets
 
 
 def baseline_inputs(
@@ -198,65 +205,17 @@ def below(what: str, top1: float, baselines: Mapping[str, float], passes: float 
     return f"{what} ({top1:.1f}%) is below {' and '.join(above)} on the same pixels"
 
 
-def _pixels(source: ImageSource, preprocessing: InputConfig, workers: int) -> tuple[Tensor, Tensor]:
+def _pixels(
+    source: ImageSource, preprocessing: InputConfig, workers: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Images (n, 3, H, W) of 0 … 1, and their classes (n,); at most `MAX_IMAGES`."""
     if len(source) > MAX_IMAGES:
-        labels = torch.from_numpy(source.labels)
         # Sorted by class, so that even steps keep the class proportions.
-        places = torch.arange(MAX_IMAGES) * len(source) // MAX_IMAGES
-        source = source.subset(labels.argsort(stable=True)[places].numpy())
+        steps = np.arange(MAX_IMAGES) * len(source) // MAX_IMAGES
+        source = source.subset(source.labels.argsort(kind="stable")[steps])
     loader = eval_loader(
         source, preprocessing, batch_size=_BATCH, on_bad_image="skip", workers=workers
     )
     batches = list(loader)
-    return torch.cat([b.images for b in batches]), torch.cat([b.targets for b in batches])
-
-
-def nearest_neighbours(train: Tensor, val: Tensor) -> Tensor:
-    """Index of the nearest row of `train` (Euclidean distance) for each row of `val`.
-
-    Args:
-        train: (n, d).
-        val: (m, d).
-
-    Returns:
-        (m,) int64; the first of equally near rows.
-    """
-    # ‖v − t‖² = ‖v‖² − 2 v·t + ‖t‖², where ‖v‖² does not depend on t.
-    lengths = train.square().sum(dim=1)
-    chunks = [(lengths - 2 * part @ train.T).argmin(dim=1) for part in val.split(_BATCH)]
-    return torch.cat(chunks)
-
-
-def logistic_regression(train: Tensor, labels: Tensor, val: Tensor, classes: int) -> Tensor:
-    """Classes predicted by multinomial logistic regression.
-
-    Like scikit-learn's `LogisticRegression` with default settings: summed cross-entropy plus half
-    the squared weights, without a penalty on the intercept, minimised by L-BFGS.
-
-    Args:
-        train: (n, d), 0 … 1.
-        labels: (n,) classes.
-        val: (m, d).
-        classes: number of classes.
-
-    Returns:
-        (m,) int64.
-    """
-    weight = torch.zeros(classes, train.shape[1], requires_grad=True)
-    bias = torch.zeros(classes, requires_grad=True)
-    optimizer = torch.optim.LBFGS(
-        [weight, bias], max_iter=200, tolerance_grad=1e-4, line_search_fn="strong_wolfe"
-    )
-
-    def loss() -> Tensor:
-        optimizer.zero_grad()
-        fit = F.cross_entropy(F.linear(train, weight, bias), labels)
-        total = fit + weight.square().sum() / (2 * len(train))
-        total.backward()
-        return total
-
-    with torch.enable_grad():
-        optimizer.step(loss)
-    with torch.no_grad():
-        return F.linear(val, weight, bias).argmax(dim=1)
+    images, labels = ([getattr(b, part).numpy() for b in batches] for part in ("images", "targets"))
+    return np.concatenate(images), np.concatenate(labels)
