@@ -118,9 +118,9 @@ MISTAKES = [
 WAYS = {
     "models": "",
     "models --pretrained": "",
-    "train": "images_per_second minutes",
+    "train": "images_per_second",
     "train photos": "images_per_second config",
-    "train --dry_run": "record quiet minutes",
+    "train --dry_run": "record quiet",
     "train --resume runs/photos": "images_per_second output config minutes seed",
     "eval runs/photos": "entry",
     "predict photos --model runs/photos": "entry",

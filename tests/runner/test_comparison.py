@@ -1,7 +1,6 @@
 """Comparing models on a custom dataset: equal recipe and budget, nothing computed twice."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -22,7 +21,6 @@ from locality.runner.comparison import (
 )
 from locality.runner.executors import run_all
 from locality.settings import differences
-from locality.training.cost import Cost
 from locality.training.run_folder import RunFolder
 
 MODELS = ("convit_nano", "timm/test_resnet")
@@ -54,46 +52,18 @@ def test_a_comparison_goes_on_with_its_own_images_alone(photos, tmp_path):
         plan(asked(photos), tmp_path / "out", jobs=2)
 
 
-@pytest.fixture
-def machine(monkeypatch):
-    """Seconds per multiply-accumulate on a fake two-core machine without other costs."""
-    machine = {"mac": 1e-10}
-
-    def measured(seen):
-        return Cost(*seen.counts, 1e-3, 3 * seen.macs * machine["mac"])
-
-    monkeypatch.setattr("locality.training.autofit.measure_cost", measured)
+def test_minutes_are_shared_alike_and_kept_as_they_were_planned(photos, tmp_path, monkeypatch):
     monkeypatch.setattr(comparison, "processors", lambda: 2)
-    monkeypatch.setattr(comparison, "perf_counter", lambda: 0.0)
-    return machine
-
-
-def test_a_budget_is_shared_alike_and_kept_as_it_was_planned(photos, tmp_path, machine):
-    short = asked(photos, minutes=0.6, steps=None)
+    short = asked(photos, minutes=4, steps=None)
     begun = plan(short, tmp_path / "out", jobs=2)
-    steps = {model: config.schedule.steps for model, config in begun.items()}
-    assert steps["timm/test_resnet"] != steps["convit_nano"] > 1
+    (minutes,) = {config.schedule.minutes for config in begun.values()}
+    assert 0.9 < minutes * short.count / 2 / 4 < 0.96
     assert begun["convit_nano"].schedule.patience is None
     runs = comparison_runs(short, begun, tmp_path / "out")
     assert len({run.folder for run in runs}) == len(runs) == short.count == 8
-    machine["mac"] = 1e-12
     assert plan(short, tmp_path / "out", jobs=1) == begun
-    assert plan(short, tmp_path / "other", jobs=2) != begun
     with pytest.raises(UserError, match="seeds: 2"):
-        plan(asked(photos, minutes=0.6, steps=None, seeds=3), tmp_path / "out", jobs=2)
-
-
-def test_a_comparison_that_teaches_nothing_is_refused_with_what_would_do(photos, tmp_path, machine):
-    machine["mac"] = 1e-8
-    models = (*MODELS, "deit_nano")
-    short = asked(photos, models=models, minutes=1, steps=None)
-    with pytest.raises(UserError, match=f"{short.count} runs") as said:
-        plan(short, tmp_path / "none", jobs=2)
-    assert not (tmp_path / "none").exists()
-    (enough,) = re.findall(r"--minutes (\d+)", str(said.value))
-    longer = asked(photos, models=models, minutes=int(enough), steps=None)
-    found = plan(longer, tmp_path / "longer", jobs=2)
-    assert min(c.schedule.steps * c.engine.batch_size / 18 for c in found.values()) >= 10
+        plan(asked(photos, minutes=4, steps=None, seeds=3), tmp_path / "out", jobs=2)
 
 
 @pytest.mark.slow

@@ -48,7 +48,6 @@ f8db07a61059 imagenet100
 c67e870485d0 cvt_300
 741056824581 cvt_22k
 ebcc292482aa finetune_384
-1531f08e067d photos
 af2298977da0 finetune
 dee63658120c digits {seed: 7, data.fraction: 0.05}
 9916f97bce1f digits {model.name: deit_nano, data.part: [0.25, 1.0]}
@@ -63,7 +62,6 @@ f796cf5d1773 digits {objective.teacher: runs/digits/a, objective.distillation: s
 25a66db93c4e digits {schedule.eval_every: 75, schedule.snapshot_every: 100, engine.compile: true}
 4d974b5b6649 digits {data.fold: [0, 5], data.split_seed: 3, data.subset_seed: 2}
 4035f3f34d50 fashion_mnist {model.patch_size: 2, optim.betas: [0.9, 0.95], optim.eps: 1.0e-7}
-1c5bd9b382d9 photos {data.root: images, schedule.patience: 500, augment.mixup: 0.2}
 """
 
 

@@ -59,30 +59,6 @@ def test_resuming_after_any_step_is_exact(step, tmp_path, tmp_path_factory, inte
     assert_same_run(tmp_path / "run", whole)
 
 
-@pytest.mark.parametrize(("steps", "workers"), [(3, 2), (21, 0)])
-def test_a_run_whose_length_changes_after_warm_up_is_one_that_always_had_it(
-    steps: int, workers: int, tmp_path: Path, stop_before: Callable[..., None]
-) -> None:
-    # The first evaluation is due when warm-up ends.
-    planned = tiny(data__workers=workers, schedule__patience=STEPS, schedule__eval_every=2)
-    longer = replace(planned, {"schedule.steps": steps, "schedule.patience": steps})
-    asked = []
-
-    def replan(begun: int, seconds: float) -> RunConfig:
-        asked.append(begun)
-        return longer
-
-    stop_before(2)
-    with pytest.raises(Interrupted):
-        training.train(planned, tmp_path / "run", quiet=True, replan=replan)
-    stop_before(None)
-    assert RunFolder(tmp_path / "run").read_config() == longer
-    training.train(longer, tmp_path / "run", quiet=True, replan=replan)
-    train(longer, tmp_path / "whole")
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
-    assert asked == [2]
-
-
 SOME = (
     {"augment.repeats": 3},
     {"augment.mixup": 0.8},

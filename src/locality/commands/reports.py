@@ -75,7 +75,7 @@ def compare(arguments: Sequence[str]) -> int:
     parser.add("--folds", None, text, checks.Count)
     parts = tuple[checks.PositiveShare, ...]
     parser.add("--fractions", None, "fractions of the images: 0.1,1; 1 by default", parts)
-    parser.add("--img_size", None, "pixels, from scratch; 32 by default", checks.Count)
+    parser.add("--img_size", None, "pixels, from scratch; as in train by default", checks.Count)
     parser.add("--output", None, "folder for runs and page; runs/compare/… by default")
     parser.add("--jobs", 2, "number of parallel runs")
     parser.add("--threads", None, "CPU threads per run", checks.Count)
@@ -112,7 +112,7 @@ def compare(arguments: Sequence[str]) -> int:
     folder = Path(options.output or f"runs/compare/{folder_name(options.images)}{kind}-{length}")
     output = folder / "comparison.html"
     keep = not options.dry_run
-    configs = comparison.plan(asked, folder, options.jobs, options.threads, keep)
+    configs = comparison.plan(asked, folder, options.jobs, keep)
     runs = comparison.comparison_runs(asked, configs, folder)
     if options.dry_run or not options.quiet:
         print(comparison.summary(asked, runs, options.jobs, options.threads))

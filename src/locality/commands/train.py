@@ -7,6 +7,7 @@ import math
 import os
 import shlex
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from locality.files import read_yaml
 from locality.machine import is_main_process
 from locality.progress import doing
 from locality.settings import Setting, flatten, replace, to_dict, to_yaml
-from locality.training.config import RunConfig, check_places, model_settings, read_config
+from locality.training.config import LENGTHS, RunConfig, check_places, model_settings, read_config
 from locality.training.recipes import CUSTOM_DATA_RECIPES, RECIPES, describe, recipe
 
 if TYPE_CHECKING:
@@ -35,11 +36,14 @@ SHORT = {
     "data.fraction": "--fraction",
     "schedule.epochs": "--epochs",
     "schedule.steps": "--steps",
+    "schedule.minutes": "--minutes",
     "optim.lr": "--lr",
     "engine.batch_size": "--batch",
     "engine.threads": "--threads",
 }
-_LENGTHS = ("schedule.steps", "schedule.epochs")
+_LENGTHS = tuple(f"schedule.{name}" for name in LENGTHS)
+DEFAULT_MINUTES = 10.0
+"""Of a run on a custom dataset."""
 
 
 def train(arguments: Sequence[str], command: str = "train") -> None:
@@ -48,6 +52,7 @@ def train(arguments: Sequence[str], command: str = "train") -> None:
     WEIGHTS` starts from weights, with the same options. Otherwise a recipe (default: digits) sets
     all values; override them by name or with --config FILE.yaml.
     """
+    started = time.perf_counter()
     config, options = read_run(arguments, command)
     if options.print_config:
         print(to_yaml(config), end="")
@@ -59,38 +64,26 @@ def train(arguments: Sequence[str], command: str = "train") -> None:
     if options.fit is not None and not options.quiet and first:
         print(options.fit, file=sys.stderr)
     if options.dry_run:
-        measured = None if options.fit is None else options.fit.cost
-        print(training.dry_run(config, folder, options.images_per_second, measured))
+        print(training.dry_run(config, folder, options.images_per_second))
         return
     if options.record:
         from locality.analysis.recording import check_observable, record
 
         check_observable(config)
-    _train(config, folder, options.quiet, options.fit)
+    _train(config, folder, options.quiet, started)
     if options.record and first:
         record(folder)
 
 
-def _train(config: RunConfig, folder: Path, quiet: bool, fit: Any = None) -> None:
-    """Train a run, then record and print the pixel baselines on its images.
-
-    They are also printed before a run with automatically chosen settings.
-    """
+def _train(config: RunConfig, folder: Path, quiet: bool, started: float) -> None:
+    """Train a run, then record and print the pixel baselines on its images."""
     from locality.analysis import baselines
 
-    known: dict[str, Any] = {}
+    result = training.train(config, folder, quiet=quiet, started=started)
     if not is_main_process():
-        training.train(config, folder, quiet=quiet)
         return
-    if fit is not None:
-        with doing("computing the baselines", quiet):
-            expected = baselines.listed(baselines.expected_baselines(config, known))
-        if not quiet:
-            say(f"to beat, on the same pixels: {expected}")
-    replan = None if fit is None else fit.replan
-    result = training.train(config, folder, quiet=quiet, replan=replan)
-    with doing("computing the baselines", quiet or bool(known)):
-        baselines.record_baselines([folder], known)
+    with doing("computing the baselines", quiet):
+        baselines.record_baselines([folder])
     if not quiet:
         found = baselines.read_baselines(folder)
         print("\n".join(_closing(folder, result, baselines.listed(found))), file=sys.stderr)
@@ -157,8 +150,6 @@ def read_run(arguments: Sequence[str], command: str = "train") -> tuple[RunConfi
     parser.add("--output", None, "run folder; runs/… by default")
     parser.add("--resume", None, "run folder to resume with its settings")
     parser.add("--print_config", False, "print all settings as YAML, for --config, and exit")
-    text = "time limit of a run on a custom dataset; 10 by default"
-    parser.add("--minutes", None, text, checks.Positive)
     parser.add("--dry_run", False, "check everything, print the cost and exit")
     text = "speed for --dry_run's estimate; measured here by default"
     parser.add("--images_per_second", None, text, checks.Positive)
@@ -174,7 +165,7 @@ def read_run(arguments: Sequence[str], command: str = "train") -> tuple[RunConfi
         parser.refuse("record quiet", "has no effect with --dry_run")
 
     if options.resume is not None:
-        parser.refuse("what config output minutes", "has no effect with --resume")
+        parser.refuse("what config output", "has no effect with --resume")
         folder = Path(options.resume)
         if not folder.exists():
             raise missing(folder)
@@ -190,8 +181,7 @@ def read_run(arguments: Sequence[str], command: str = "train") -> tuple[RunConfi
     if asked and "recipe" in given and labelled != name:
         raise UserError(f"two recipes given: '{name}', and '{labelled}' in {options.config[-1]}")
     given |= parser.settings
-    new = options.minutes, options.output, options.quiet
-    config, options.output, options.fit = resolve(name, given, *new)
+    config, options.output, options.fit = resolve(name, given, options.output, options.quiet)
     return config, options
 
 
@@ -226,29 +216,21 @@ def what_to_train(word: str | None, finetune: bool) -> tuple[str | None, dict[st
 
 
 def resolve(
-    name: str,
-    given: Mapping[str, Any],
-    minutes: float | None = None,
-    output: Path | str | None = None,
-    quiet: bool = False,
+    name: str, given: Mapping[str, Any], output: Path | str | None = None, quiet: bool = False
 ) -> tuple[RunConfig, Path, AutoFit | None]:
     """A run's configuration and folder, and the settings chosen for a custom dataset, if any.
 
-    A run that has started keeps its chosen settings, even if the machine's speed has changed.
+    A run that has started keeps its settings.
 
     Args:
         name: name of the recipe.
         given: settings by dotted name.
-        minutes: time limit of a run on a custom dataset, unless its length is given.
         output: the run folder; one in runs/ by default.
-        quiet: print no notes.
+        quiet: print no news.
     """
     on_images = name in CUSTOM_DATA_RECIPES and given.get("data.root") is not None
-    if minutes is not None and not on_images:
-        raise UserError("--minutes is for a custom dataset: locality train FOLDER")
-    lengths = [key for key in _LENGTHS if given.get(key) is not None]
-    if lengths and minutes is not None:
-        raise UserError(f"--minutes and --{lengths[0]} exclude each other; give only one")
+    if on_images and all(given.get(length) is None for length in _LENGTHS):
+        given = {**given, "schedule.minutes": DEFAULT_MINUTES}
     weights = given.get("model.weights", recipe(name).model.weights)
     as_weights = on_images and weights is not None and "model.name" not in given
     # The architecture, and so its settings, are then only known after reading the weights.
@@ -258,28 +240,21 @@ def resolve(
     folder = Path(output or default_folder(config))
     if not on_images:
         return config, folder, None
-    span = None if lengths else 10 if minutes is None else minutes
     if output is None:
-        length = f"{config.schedule.length:g}{config.schedule.unit}"
-        length = length if span is None else f"{span:g}min"
+        length = f"{config.schedule.length:g}{config.schedule.unit.replace('minutes', 'min')}"
         model = f"-{config.model.name.replace('/', '-')}" if "model.name" in given else ""
         images = folder_name(given["data.root"])
         folder = Path("runs", name, f"{images}{model}-{length}-s{config.seed}")
     if is_run_folder(folder):
-        begun = read_config(folder)
-        if output is not None and minutes is not None and not quiet:
-            planned = f"{begun.schedule.length:g} {begun.schedule.unit}"
-            say(f"{folder} keeps its schedule of {planned}; use another --output for a new run")
         return resumed(folder, given), folder, None
     check_places(config, folder)
-    fixed = "" if span is None else f" for {span:g} minutes"
-    with doing(f"reading {given['data.root']}, choosing model and settings{fixed}", quiet):
+    with doing(f"reading {given['data.root']}, choosing model and settings", quiet):
         from locality.training.autofit import autofit
         from locality.training.model import settings_from_weights
 
         if as_weights:
             given = settings_from_weights(weights, config.model.entry) | dict(given)
-        chosen = autofit(name, given, span)
+        chosen = autofit(name, given)
     return chosen.config, folder, chosen
 
 
@@ -335,7 +310,7 @@ def fit(
     Args:
         images: a folder of images by class, a labels.csv, or the name of a recipe.
         model: name of the model.
-        minutes: time limit, unless epochs or steps are given; 10 by default.
+        minutes: time in all, unless epochs or steps are given; 10 by default.
         weights: initial weights, like `locality finetune IMAGES --from WEIGHTS`.
         output: the run folder.
         quiet: print nothing.
@@ -347,18 +322,19 @@ def fit(
         Interrupted, RunFailed: see `locality.training.train`.
     """
     short = {flag[2:]: name for name, flag in SHORT.items()}
-    named = {"model": model, "model.weights": weights} | settings
+    started = time.perf_counter()
+    named = {"model": model, "model.weights": weights, "schedule.minutes": minutes} | settings
     given = {
         short.get(name, name.replace("__", ".")): value
         for name, value in named.items()
         if value is not None or name in settings
     }
     asked, found = what_to_train(os.fspath(images), weights is not None)
-    config, folder, chosen = resolve(asked or "digits", found | given, minutes, output, quiet)
+    config, folder, chosen = resolve(asked or "digits", found | given, output, quiet)
     check_places(config, folder)
     if chosen is not None and not quiet:
         print(chosen)
-    _train(config, folder, quiet, chosen)
+    _train(config, folder, quiet, started)
     from locality.trained import TrainedRun
 
     return TrainedRun(folder)

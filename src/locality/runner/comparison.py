@@ -7,7 +7,6 @@ resumes the same runs.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +25,11 @@ from locality.data.sources import ImageFingerprint
 from locality.data.validation import verify
 from locality.errors import UserError, one_line, prefix_errors
 from locality.files import read_shaped, read_yaml, write_atomic
-from locality.layers.cpu import arithmetic_threads
 from locality.machine import processors
-from locality.models.variants import PREFIX, variant
 from locality.runner.executors import visible_gpus
-from locality.runner.runs import Run, content_folder, threads_per_run, workload
+from locality.runner.runs import Run, content_folder, workload
 from locality.training import RunConfig, train
-from locality.training.autofit import MIN_EPOCHS, SLACK, batch_size, fit, measured
+from locality.training.autofit import batch_size, image_size, median_shorter_side, sized
 from locality.training.config import describe_changes
 from locality.training.cost import format_duration, image_counts
 from locality.training.devices import resolve_accelerator
@@ -47,10 +44,8 @@ PRETRAINED = ("convit_tiny.fb_in1k", "deit_tiny.fb_in1k", "cvt_13.ms_in1k", "tim
 
 TASK = "locality.runner.comparison:train_and_tidy"
 _PLAN, _SPEED, _RUNS = "plan.yaml", "inference.json", "runs"
-# Overhead: start-up, last evaluation and saving of each run; the final page.
-_RUN_SECONDS, _PAGE_SECONDS = 2.0, 10.0
-# Shorter runs save only at the end.
-_SAVE_SECONDS = 60.0
+# The share of the minutes for the baselines and the page.
+_PAGE = 0.05
 _ROUNDS = 15
 
 
@@ -67,7 +62,7 @@ class ComparisonSpec:
         seeds: runs of each model on each fraction.
         folds: cross-validation instead of seeds.
         fractions: fractions of the training images; all runs have the same length.
-        img_size: image size for training from scratch; 32 by default.
+        img_size: image size for training from scratch; by default as in `train`.
     """
 
     data: dict[str, Any]
@@ -98,20 +93,18 @@ class ComparisonSpec:
         return len(self.models) * len(self.fractions) * self.repeats
 
 
-def plan(
-    spec: ComparisonSpec, folder: Path, jobs: int, threads: int | None = None, keep: bool = True
-) -> dict[str, RunConfig]:
+def plan(spec: ComparisonSpec, folder: Path, jobs: int, keep: bool = True) -> dict[str, RunConfig]:
     """The configuration of each model, chosen once when a comparison starts.
 
     Args:
         spec: the comparison.
         folder: its folder.
-        jobs, threads: number of parallel runs, and CPU threads of each.
+        jobs: number of parallel runs.
         keep: save the plan in the folder.
 
     Raises:
-        UserError: the folder holds a comparison with other settings or images, or `minutes` is too
-            short for the number of runs; see also `measured`.
+        UserError: the folder holds a comparison with other settings or images, or the images
+            cannot be used.
     """
     path = folder / _PLAN
     data = recipe("photos", spec.data).data
@@ -138,7 +131,7 @@ def plan(
         found = there["configurations"].items()
         return {model: settings.from_dict(RunConfig, values, str(path)) for model, values in found}
     images = fingerprint() if keep else None
-    chosen = _choose_configs(spec, jobs, threads or threads_per_run(jobs))
+    chosen = _choose_configs(spec, jobs)
     if keep:
         folder.mkdir(parents=True, exist_ok=True)
         configs = {model: settings.to_dict(config) for model, config in chosen.items()}
@@ -148,7 +141,7 @@ def plan(
     return chosen
 
 
-def _choose_configs(spec: ComparisonSpec, jobs: int, threads: int) -> dict[str, RunConfig]:
+def _choose_configs(spec: ComparisonSpec, jobs: int) -> dict[str, RunConfig]:
     started = perf_counter()
     name = "finetune" if spec.pretrained else "photos"
     # No patience: the best of many evaluations favours models whose accuracy fluctuates.
@@ -161,47 +154,22 @@ def _choose_configs(spec: ComparisonSpec, jobs: int, threads: int) -> dict[str, 
     verify(splits.val)
     if spec.folds:
         verify(splits.train)  # validation images of the other folds
-    starts = {model: _start(spec, model) for model in spec.models}
+    side = spec.img_size or image_size(median_shorter_side(splits.train))
     if spec.minutes is None:
-        length = {"schedule.steps": spec.steps}
-        return {model: recipe(name, given | of | length) for model, of in starts.items()}
-    small = not spec.pretrained and (spec.img_size or SMALL_SIDE) <= SMALL_SIDE
-    alike = {"engine.batch_size": batch_size(len(splits.train), small)} | given
-    with arithmetic_threads(threads):
-        found = {model: measured(name, alike | of, splits) for model, of in starts.items()}
-    spent = perf_counter() - started
-    # `beside`: seconds outside of the runs; `each`: seconds per run.
-    costs = [cost for _, cost in found.values()]
-    baselines = costs[0].baselines * spec.repeats * sum(spec.fractions)
-    beside = spent + baselines + _PAGE_SECONDS
-    at_once = min(jobs, spec.count, len(visible_gpus()) or processors())
-    each = (60 * spec.minutes - beside) * at_once / spec.count - _RUN_SECONDS
-    if any(cost.passes(each) < MIN_EPOCHS for cost in costs):
-        longest = max(cost.enough(MIN_EPOCHS) for cost in costs)
-        runs = spec.count * (longest + _RUN_SECONDS) / at_once
-        raise UserError(
-            f"{spec.minutes:g} minutes are too short for {spec.count} runs on this machine: each "
-            f"image would be seen fewer than {MIN_EPOCHS} times; give --minutes "
-            f"{math.ceil(SLACK * (runs + beside) / 60)}, or fewer models, seeds or fractions"
-        )
-    chosen = {}
-    for model, (changes, cost) in found.items():
-        config, seconds = fit(name, changes, cost, each)
-        schedule = config.schedule  # save about once per minute
-        every = max(schedule.eval_every, schedule.length * min(1, _SAVE_SECONDS / seconds))
-        chosen[model] = settings.replace(config, {"schedule.save_every": every})
-    return chosen
-
-
-def _start(spec: ComparisonSpec, model: str) -> dict[str, Any]:
-    """A model's settings; from scratch, at least 8×8 patches of at most 16 pixels."""
-    if spec.pretrained:
-        return settings_from_weights(model)
-    size = spec.img_size or SMALL_SIDE
-    chosen: dict[str, Any] = {"model.name": model, "model.img_size": size}
-    if not model.startswith(PREFIX) and hasattr(variant(model).config, "patch_size"):
-        chosen["model.patch_size"] = max(1, min(16, size // 8))
-    return chosen
+        given["schedule.steps"] = spec.steps
+    else:
+        at_once = min(jobs, spec.count, len(visible_gpus()) or processors())
+        seconds = 60 * spec.minutes * (1 - _PAGE) - (perf_counter() - started)
+        given["schedule.minutes"] = max(1.0, seconds * at_once / spec.count) / 60
+        small = not spec.pretrained and side <= SMALL_SIDE
+        given = {"engine.batch_size": batch_size(len(splits.train), small)} | given
+    starts = {
+        model: settings_from_weights(model)
+        if spec.pretrained
+        else {"model.name": model, **sized(model, side)}
+        for model in spec.models
+    }
+    return {model: recipe(name, given | of) for model, of in starts.items()}
 
 
 def available(weights: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -242,12 +210,13 @@ def summary(
     """The length of each model's runs and the total time, as text."""
     lines = []
     for run in runs[: len(spec.models)]:  # one of each model, on all images
-        images = image_counts(run.config)[0]
-        plan = make_plan(run.config, images)
-        lines.append(
-            f"{run.config.model.name}: {plan.steps:,} steps of {plan.batch_size} images "
-            f"({plan.images / images:.3g} passes over {images:,} images)"
-        )
+        config = run.config
+        images, length = image_counts(config)[0], f"{60 * config.schedule.length:.0f} s"
+        if spec.minutes is None:
+            plan = make_plan(config, images)
+            length = f"{plan.steps:,} steps, {plan.images / images:.3g} passes"
+        batch = config.engine.batch_size
+        lines.append(f"{config.model.name}: {length}, {images:,} images in batches of {batch}")
     if spec.minutes is None:
         return "\n".join([*lines, workload(runs, jobs, threads)])
     waiting = sum(not run.is_finished() for run in runs)

@@ -157,6 +157,8 @@ def run_cost(run: Run, threads: int = 1) -> RunCost:
     try:
         cost = estimate_cost(config, threads)
         plan = make_plan(config, cost.train)
+        if config.schedule.minutes is not None:
+            return RunCost(state, seconds=60 * config.schedule.minutes)
         seconds = cost.seconds(plan.images, plan.evaluations)
         return RunCost(state, plan.images, STEP_FORWARDS * cost.macs * plan.images, seconds)
     except (UserError, OSError) as error:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from locality.training.config import OptimConfig as OptimConfig
     from locality.training.config import RunConfig as RunConfig
     from locality.training.config import ScheduleConfig as ScheduleConfig
-    from locality.training.cost import DryRun as DryRun
     from locality.training.cost import dry_run as dry_run
     from locality.training.engine import train as train
     from locality.training.evaluation import PredictionCollector as PredictionCollector

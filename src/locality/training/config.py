@@ -132,22 +132,28 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The length, in epochs or steps, and the learning-rate schedule.
+    """The length, in epochs, steps or minutes, and the learning-rate schedule.
 
-    Exactly one of `epochs` and `steps` is set; `warmup`, `cooldown`, `eval_every`, `save_every`,
-    `snapshot_every` and `patience` count in the same unit. The length includes warm-up and
-    cool-down: linear from `warmup_lr`, then cosine to `min_lr`, then constant.
+    Exactly one of `epochs`, `steps` and `minutes` is set; `warmup`, `cooldown`, `eval_every`,
+    `save_every`, `snapshot_every` and `patience` count in epochs or steps, with `minutes` in steps.
+    The length includes warm-up and cool-down: linear from `warmup_lr`, then cosine to `min_lr`,
+    then constant. With `minutes`: warm-up, constant until two thirds of the time have gone, then
+    linear to `min_lr`.
 
     Attributes:
         epochs: passes over the training images (images seen / training images).
         steps: updates of the weights.
+        minutes: time of the whole command, from its start to its end.
+        decay: the first step of the decay of a run of `minutes`, and the number of steps in all.
+            The run sets it once, from its speed so far; a run that is given it repeats that run.
         constant_images: count epochs of the whole training set when training on a fraction f of
             it, which multiplies passes by 1/f and keeps the number of images seen (ConViT Table 2).
         warmup: length of the linear warm-up.
         warmup_lr: learning rate at its start.
         cooldown: length of the final phase at `min_lr`.
         min_lr: learning rate at the end of the cosine.
-        eval_every: interval between evaluations; the last step is always evaluated.
+        eval_every: interval between evaluations; the last step is always evaluated. With `minutes`
+            the interval doubles with every evaluation.
         save_every: interval between checkpoints; None saves before every evaluation. Interruptions
             and the end of the run save too.
         snapshot_every: interval between copies of the weights kept for analysis, in epochs if
@@ -159,6 +165,8 @@ class ScheduleConfig:
 
     epochs: checks.Positive | None = None
     steps: checks.Count | None = 1500
+    minutes: checks.Positive | None = None
+    decay: tuple[checks.Natural, checks.Count] | None = setting(None, "how")
     constant_images: bool = False
     warmup: checks.NotNegative = 100.0
     warmup_lr: checks.NotNegative = 1e-6
@@ -170,19 +178,32 @@ class ScheduleConfig:
     patience: checks.Positive | None = None
 
     def __post_init__(self) -> None:
-        if (self.epochs is None) == (self.steps is None):
-            given = "neither is" if self.epochs is None else "both are"
+        lengths = [name for name in LENGTHS if getattr(self, name) is not None]
+        if len(lengths) != 1:
             raise UserError(
-                f"a run's length is schedule.epochs or schedule.steps, but {given} set; "
-                f"set one and make the other null"
+                f"a run's length is schedule.epochs, schedule.steps or schedule.minutes, but "
+                f"{' and '.join(lengths) or 'none'} is set; set one and make the others null"
             )
         check(self, "schedule.")
-        if self.steps is not None and self.constant_images:
+        if self.epochs is None and self.constant_images:
             raise UserError(
-                "schedule.constant_images counts epochs; with schedule.steps the number of "
-                "images is constant anyway, so leave it false"
+                f"schedule.constant_images counts epochs, and the length is given in {self.unit}; "
+                f"leave it false"
             )
-        if self.warmup + self.cooldown > self.length:
+        if self.minutes is None:
+            if self.decay is not None:
+                raise UserError("schedule.decay belongs to schedule.minutes; make it null")
+        elif self.cooldown or self.patience is not None:
+            raise UserError(
+                "with schedule.minutes the rate decays to the end, and the last weights are kept: "
+                "make schedule.cooldown 0 and schedule.patience null"
+            )
+        elif self.decay is not None and self.decay[0] >= self.decay[1]:
+            raise UserError(
+                f"schedule.decay is {self.decay}; give the first step of the decay and the number "
+                f"of all steps, which is larger"
+            )
+        if self.minutes is None and self.warmup + self.cooldown > self.length:
             raise UserError(
                 f"schedule.warmup ({self.warmup:g}) and schedule.cooldown ({self.cooldown:g}) "
                 f"are longer than the run ({self.length:g} {self.unit})"
@@ -191,19 +212,21 @@ class ScheduleConfig:
     @property
     def length(self) -> float:
         """The run's length in `unit`s."""
-        length = self.epochs if self.steps is None else self.steps
-        assert length is not None
-        return length
+        return float(getattr(self, self.unit))
 
     @property
     def unit(self) -> str:
-        """The unit of lengths: "epochs" or "steps"."""
-        return "epochs" if self.steps is None else "steps"
+        """The unit of the length: "epochs", "steps" or "minutes"."""
+        return next(name for name in LENGTHS if getattr(self, name) is not None)
 
     def lasting(self, times: float) -> dict[str, float]:
         """The length setting, by dotted name, of a run `times` as long."""
         length = self.length * times
         return {f"schedule.{self.unit}": length if self.steps is None else max(1, round(length))}
+
+
+LENGTHS = ("epochs", "steps", "minutes")
+"""The settings of `ScheduleConfig` of which one gives the length."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,11 @@
 """The cost of a run: images, operations, seconds and bytes.
 
-Used by dry runs, `autofit`, comparisons and the study. Speeds are measured on this machine, by
-loading real batches and by training steps on random images.
+Used by dry runs, comparisons and the study. Speeds are measured on this machine, by loading real
+batches and by training steps on random images.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import statistics
 import time
 from dataclasses import dataclass
 from functools import cache
@@ -17,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from locality import checks, machine
-from locality.data import BatchLoader, open_data, train_loader
+from locality import checks
+from locality.data import open_data, train_loader
 from locality.data.config import DATASETS, DataConfig
 from locality.layers.cpu import arithmetic_threads
 from locality.models import count_macs, count_parameters
@@ -34,185 +31,61 @@ STEP_FORWARDS = 3
 
 # Training images, validation images and classes, as in `datasets.yaml`.
 _IMAGENET_22K = (14_197_122, 70_986, 21_841)
-# Baselines: maximum images, numbers per image, and multiply-accumulates per second.
-_BASELINE_IMAGES, _BASELINE_PIXELS, _BASELINE_MACS = 20_000, 3072, 1e10
-_REGRESSION_STEPS = 200
-# Maximum evaluations of a run on custom images, and their maximum share of its time.
-_MAX_EVALUATIONS, _EVALUATION_SHARE = 10, 0.15
 # Multiply-accumulates of a timed step; a larger step is timed on a part of its batch.
 _TIMING_MACS = 2e10
 _TIMING_STEPS = 3
-_TIMING_SECONDS = 2.0
-# Images are loaded in batches of 16, at most 8 and for at most about 1 second.
-_LOADING_IMAGES, _LOADING_BATCHES, _LOADING_SECONDS = 16, 8, 1.0
+_LOADING_IMAGES = 16
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of training a model on a dataset; times are seconds per image.
+    """The cost of training a model on a dataset, without reading its images.
 
     Attributes:
         train, val, classes: numbers of training images, validation images and classes.
         macs: multiply-accumulates of one image's forward pass.
-        loading: to read, decode and augment an image in one process; only to augment it if decoded
-            images are cached.
-        computing: to train on an image, over all devices.
-        workers: loading processes of the run.
-        on_processor: whether the model runs on the CPU, whose cores loading shares.
-        decoding: extra time of loading an image for the first time, in every process.
+        computing: seconds to train on an image, over all devices.
     """
 
     train: int
     val: int
     classes: int
     macs: int
-    loading: float
     computing: float
-    workers: int = 0
-    on_processor: bool = True
-    decoding: float = 0.0
-
-    @property
-    def training(self) -> float:
-        """Seconds to load an image and train on it."""
-        return self._together(self.computing)
-
-    @property
-    def evaluating(self) -> float:
-        """Seconds to load and evaluate an image: a forward pass costs a third of a step."""
-        return self._together(self.computing / STEP_FORWARDS)
-
-    @property
-    def cores(self) -> int:
-        """Cores needed to read images as fast as the model trains on them."""
-        return math.ceil(self.loading / self.computing)
-
-    @property
-    def bottleneck(self) -> str:
-        """The rates of loading and training, and which is slower."""
-        reading, model = max(1, self.workers) / self.loading, 1 / self.computing
-        who = f"{self.workers} workers" if self.workers else "the training process"
-        slower = (
-            f"reading images is the bottleneck; {self.cores:,} cores, and as many data.workers "
-            f"over all processes, would keep up"
-            if reading < model
-            else "the model is the bottleneck"
-        )
-        return f"{reading:.4g} images/s read by {who}, {model:.4g} trained on: {slower}"
-
-    def operations(self, images: float) -> float:
-        """Operations of training on `images`, two per multiply-accumulate."""
-        return 2 * STEP_FORWARDS * self.macs * images
 
     def seconds(self, images: float, evaluations: float) -> float:
         """Seconds to train on `images`, with this many evaluations."""
-        return images * self.training + self._overhead(evaluations)
-
-    def images(self, seconds: float, evaluations: float) -> float:
-        """Images that can be trained on in `seconds`, with this many evaluations."""
-        return max(0.0, (seconds - self._overhead(evaluations)) / self.training)
-
-    def evaluations(self, seconds: float) -> int:
-        """Number of evaluations of a run on custom images that lasts `seconds`."""
-        affordable = _EVALUATION_SHARE * seconds / (self.val * self.evaluating)
-        return int(min(max(affordable, 1), _MAX_EVALUATIONS))
-
-    def passes(self, seconds: float) -> float:
-        """Passes over the images in `seconds`, including `evaluations`."""
-        return self.images(seconds, self.evaluations(seconds)) / self.train
-
-    def enough(self, passes: float) -> float:
-        """Seconds needed for this many `passes`."""
-        # More time may allow more evaluations, up to this share of it.
-        return self.seconds(passes * self.train, 1) / (1 - _EVALUATION_SHARE)
-
-    @property
-    def baselines(self) -> float:
-        """Approximate seconds of the baselines on pixels."""
-        train, val = (min(images, _BASELINE_IMAGES) for images in (self.train, self.val))
-        macs = train * _BASELINE_PIXELS * (val + 3 * _REGRESSION_STEPS * self.classes)
-        return (train + val) * (self.loading + self.decoding) + macs / _BASELINE_MACS
-
-    def _overhead(self, evaluations: float) -> float:
-        """Seconds to evaluate, and to decode every image for the first time."""
-        processes = max(1, self.workers) * self._share if self.on_processor else 1
-        evaluating = self.val * (self.loading + self.decoding + evaluations * self.evaluating)
-        return evaluating + self.train * self.decoding * processes
-
-    def _together(self, computing: float) -> float:
-        if not self.workers:
-            return computing + self.loading
-        if self.on_processor:
-            return computing + self.loading * self._share
-        return max(computing, self.loading / self.workers)
-
-    @property
-    def _share(self) -> float:
-        """Slowdown from workers sharing cores.
-
-        The threads of a step wait for the one whose core a worker occupies: with two cores workers
-        gain nothing.
-        """
-        return min(1, 2 / machine.processors()) if self.workers else 1
+        return self.computing * (images + evaluations * self.val / STEP_FORWARDS)
 
 
-def measure_cost(run: ResolvedRun, images_per_second: float | None = None) -> Cost:
-    """Measure the cost of a run on this machine, in a few seconds.
-
-    Args:
-        run: the run.
-        images_per_second: training speed over all processes; measured unless given.
-    """
-    config = run.config
-    if images_per_second is None:
-        batch, classes = run.micro_batch, len(run.splits.classes)
-        with arithmetic_threads(config.engine.threads):
-            times = time_steps(config, classes, batch, run.precision, _TIMING_SECONDS)
-        images_per_second = run.world_size / statistics.fmean(times)
+def time_loading(run: ResolvedRun) -> float:
+    """Seconds to read, decode and augment an image in one process."""
     loader = train_loader(
         run.splits.train,
-        config.augment,
-        config.input.at(run.img_size),
+        run.config.augment,
+        run.config.input.at(run.img_size),
         batch_size=_LOADING_IMAGES,
-        seed=config.seed,
-        stop_step=1 + _LOADING_BATCHES,
+        seed=run.config.seed,
+        stop_step=2,
     )
-    with arithmetic_threads(1):  # as in workers; on busy cores several wait for each other
-        first = _loading_times(loader, _LOADING_BATCHES)
-        loading = statistics.median(_loading_times(loader, len(first)))
-    return Cost(
-        *run.counts,
-        loading,
-        1 / images_per_second,
-        config.data.workers * run.world_size,
-        run.device_type == "cpu",
-        max(0.0, statistics.median(first) - loading),
-    )
-
-
-def _loading_times(loader: BatchLoader, most: int) -> list[float]:
-    """Seconds per image of up to `most` batches after the first."""
-    times: list[float] = []
     batches = iter(loader)
-    next(batches)
-    while len(times) < most and sum(times) * _LOADING_IMAGES < _LOADING_SECONDS:
+    with arithmetic_threads(1):  # as in workers
+        next(batches)
         started = time.perf_counter()
         next(batches)
-        times.append((time.perf_counter() - started) / _LOADING_IMAGES)
-    return times
+        return (time.perf_counter() - started) / _LOADING_IMAGES
 
 
-def time_steps(
-    config: RunConfig, classes: int, batch_size: int, precision: str = "fp32", seconds: float = 0.0
-) -> list[float]:
-    """Seconds per image of training steps on random images, after a warm-up step.
+def time_step(config: RunConfig, classes: int, batch_size: int, precision: str = "fp32") -> float:
+    """Seconds per image of the fastest of three training steps on random images.
+
+    The fastest is the one least disturbed by other processes.
 
     Args:
         config: only its model, optimiser and accelerator matter.
         classes: number of classes.
         batch_size: images per step; large models are timed on fewer.
         precision: a resolved precision.
-        seconds: minimum total time, with at least one step; three steps if 0.
     """
     device = torch.device(resolve_accelerator(config.engine.accelerator))
     # The values do not affect speed, and the model's own initialisation may be slower than a step.
@@ -227,8 +100,7 @@ def time_steps(
     images = int(min(batch_size, max(1, _TIMING_MACS // macs)))
     batch = torch.randn(images, 3, *network.img_size, device=device)
     durations: list[float] = []
-    steps = 1 if seconds else _TIMING_STEPS  # a step may be long by itself
-    while len(durations) <= steps or sum(durations[1:]) < seconds:
+    for _ in range(1 + _TIMING_STEPS):
         started = time.perf_counter()
         with autocast(device.type, precision):
             loss = network(batch).float().square().mean()
@@ -237,7 +109,7 @@ def time_steps(
         optimizer.zero_grad(set_to_none=True)
         loss.item()  # waits for the GPU
         durations.append(time.perf_counter() - started)
-    return [duration / images for duration in durations[1:]]
+    return min(durations[1:]) / images
 
 
 # By model name and CPU threads.
@@ -253,14 +125,13 @@ def training_speed(config: RunConfig, classes: int, threads: int) -> float:
     if named not in _SPEEDS:
         alone = RunConfig(model=config.model)
         with arithmetic_threads(threads):
-            # The fastest step is the one least disturbed by other processes.
-            fastest = min(time_steps(alone, classes, config.engine.batch_size))
-        _SPEEDS[named] = STEP_FORWARDS * forward_macs(config.model, classes) / fastest
+            seconds = time_step(alone, classes, config.engine.batch_size)
+        _SPEEDS[named] = STEP_FORWARDS * forward_macs(config.model, classes) / seconds
     return _SPEEDS[named]
 
 
 def estimate_cost(config: RunConfig, threads: int) -> Cost:
-    """The cost of a run on small images, whose loading time is neglected.
+    """The cost of a run on this machine, without reading its images.
 
     Raises:
         UserError: as `image_counts`.
@@ -268,7 +139,7 @@ def estimate_cost(config: RunConfig, threads: int) -> Cost:
     train, val, classes = image_counts(config)
     macs = forward_macs(config.model, classes)
     computing = STEP_FORWARDS * macs / training_speed(config, classes, threads)
-    return Cost(train, val, classes, macs, 0.0, computing)
+    return Cost(train, val, classes, macs, computing)
 
 
 def image_counts(config: RunConfig) -> tuple[int, int, int]:
@@ -335,86 +206,15 @@ def format_bytes(count: float) -> str:
     return f"{count / (size or 1e6):.3g} {unit}"
 
 
-@dataclass(frozen=True)
-class DryRun:
-    """The cost of a run before it starts.
-
-    Attributes:
-        run: its data, plan, parameters, MACs and memory.
-        cost: the cost of loading and training.
-        images_per_second: training speed over all processes, including loading; None if measured
-            here.
-        file_bytes: size of all image files.
-    """
-
-    run: ResolvedRun
-    cost: Cost
-    images_per_second: float | None = None
-    file_bytes: int = 0
-
-    @property
-    def _total(self) -> Cost:
-        if self.images_per_second is None:
-            return self.cost
-        return dataclasses.replace(self.cost, loading=0.0, decoding=0.0)
-
-    @property
-    def rate(self) -> float:
-        """Images per second over all processes."""
-        return 1 / self._total.training
-
-    @property
-    def hours(self) -> float:
-        """Hours of training and evaluation."""
-        return self._total.seconds(self.run.plan.images, self.run.plan.evaluations) / 3600
-
-    @property
-    def step_seconds(self) -> float:
-        """Seconds of an update."""
-        return self.run.plan.batch_size / self.rate
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes of gradients that each process sends per update, in a ring all-reduce."""
-        others = self.run.world_size - 1
-        return 2 * others * self.run.state["gradients"] // self.run.world_size
-
-    def __str__(self) -> str:
-        run = self.run
-        here = "" if self.images_per_second else ", measured here"
-        memory = {"activations": run.activation_bytes} | run.state
-        files = f", {format_bytes(self.file_bytes)} of images" if self.file_bytes else ""
-        wire = (
-            f"wire    {format_bytes(self.wire_bytes)} of gradients sent by each process in every "
-            f"step of {self.step_seconds:.3g} s: "
-            f"{format_bytes(self.wire_bytes / self.step_seconds)}/s\n"
-        )
-        return (
-            f"{run}\n"
-            f"memory  {format_bytes(sum(memory.values()))} per process: "
-            f"{', '.join(f'{what} {format_bytes(count)}' for what, count in memory.items())}\n"
-            f"disk    {format_bytes(run.checkpoint_bytes)} per checkpoint{files}\n"
-            f"cost    {self.cost.operations(run.plan.images):.3g} operations\n"
-            f"{wire if self.wire_bytes else ''}"
-            f"time    {format_duration(3600 * self.hours)} at {self.rate:.4g} images/s{here} "
-            f"({self.hours:.3g} h)\n"
-            f"speed   {self.cost.bottleneck}"
-        )
-
-
 def dry_run(
-    config: RunConfig,
-    folder: Path | str | None = None,
-    images_per_second: float | None = None,
-    cost: Cost | None = None,
-) -> DryRun:
-    """Check a run and estimate its cost.
+    config: RunConfig, folder: Path | str | None = None, images_per_second: float | None = None
+) -> str:
+    """Check a run and estimate its cost, as text.
 
     Args:
         config: the run.
         folder: the run's folder, checked if it exists; nothing is written.
         images_per_second: training speed over all processes; measured here unless given.
-        cost: the run's cost, if already measured; not used if a speed is given.
 
     Raises:
         UserError: if `train` would refuse the run.
@@ -427,6 +227,27 @@ def dry_run(
         recorded = RunFolder(folder).recorded_classes()
     run = ResolvedRun(config, classes=recorded)
     run.check_start()
-    if cost is None or images_per_second is not None:
-        cost = measure_cost(run, images_per_second)
-    return DryRun(run, cost, images_per_second, run.splits.file_bytes())
+    reading = max(1, config.data.workers * run.world_size) / time_loading(run)
+    computing, here = images_per_second, ""
+    if computing is None:
+        with arithmetic_threads(config.engine.threads):
+            seconds = time_step(config, len(run.splits.classes), run.micro_batch, run.precision)
+        computing, here = run.world_size / seconds, ", measured here"
+    # Without workers, reading and computing take turns.
+    rate = min(reading, computing) if config.data.workers else 1 / (1 / reading + 1 / computing)
+    schedule, cost = config.schedule, Cost(*run.counts, 1 / (images_per_second or rate))
+    total, images = cost.seconds(run.plan.images, run.plan.evaluations), float(run.plan.images)
+    if schedule.minutes is not None:
+        total, images = 60 * schedule.minutes, 60 * schedule.minutes * rate
+    memory = {"activations": run.activation_bytes} | run.state
+    slower = "reading images" if reading < computing else "the model"
+    return (
+        f"{run}\n"
+        f"memory  {format_bytes(sum(memory.values()))} per process: "
+        f"{', '.join(f'{what} {format_bytes(count)}' for what, count in memory.items())}\n"
+        f"disk    {format_bytes(run.checkpoint_bytes)} per checkpoint, "
+        f"{format_bytes(run.splits.file_bytes())} of images\n"
+        f"time    {format_duration(total)}, {images / cost.train:.3g} passes{here}\n"
+        f"speed   {reading:.4g} images/s read, {computing:.4g} trained on: {slower} is the "
+        f"bottleneck"
+    )

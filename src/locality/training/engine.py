@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,10 @@ from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError
 from locality.files import write_atomic
 from locality.layers.cpu import arithmetic_threads
 from locality.models import ImageClassifier
-from locality.settings import from_dict
+from locality.settings import from_dict, replace
 from locality.training.config import RunConfig, check_folder, check_places, check_same
 from locality.training.devices import create_fabric
-from locality.training.loop import Loop, Replan
+from locality.training.loop import Loop
 from locality.training.model import build_model
 from locality.training.processes import Peers, SignalHandler, end_children, forward_signals
 from locality.training.recorder import NoRecorder, Recorder, restore_metrics
@@ -43,7 +44,7 @@ def train(
     folder: Path | str,
     *,
     quiet: bool = False,
-    replan: Replan | None = None,
+    started: float | None = None,
 ) -> dict[str, Any]:
     """Train in `folder`; resume an unfinished run, or return the result of a finished one.
 
@@ -53,7 +54,8 @@ def train(
         config: the complete run.
         folder: the run folder; `locality.training.run_folder` lists its files.
         quiet: print nothing.
-        replan: changes the run's length at the end of warm-up (`Loop`).
+        started: when the command started, by `time.perf_counter`; now if None. The minutes of
+            `schedule.minutes` begin then.
 
     Returns:
         the content of result.json.
@@ -67,7 +69,8 @@ def train(
         DamagedCheckpoint: if all checkpoints are damaged.
         CheckpointNotSaved: if the disk is full.
     """
-    return launch(Training(config, RunFolder(folder), quiet, replan))
+    begun = time.perf_counter() if started is None else started
+    return launch(Training(config, RunFolder(folder), quiet, begun))
 
 
 @dataclass
@@ -78,13 +81,20 @@ class Training:
         config: the complete run.
         folder: its folder.
         quiet: print nothing.
-        replan: as for `train`.
+        started: as for `train`.
     """
 
     config: RunConfig
     folder: RunFolder
     quiet: bool = False
-    replan: Replan | None = None
+    started: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        # A run of minutes keeps the decay that it recorded, whoever continues it.
+        if self.config.schedule.minutes is not None and is_run_folder(self.folder.path):
+            decay = self.folder.read_config().schedule.decay
+            if decay is not None:
+                self.config = replace(self.config, {"schedule.decay": decay})
 
     def resolve(self) -> ResolvedRun:
         """The run with its data."""
@@ -187,7 +197,7 @@ def _train(training: Training, fabric: Fabric) -> dict[str, Any] | Exception:
             lines = [f"run {folder.path}, seed {config.seed}", *str(run).splitlines()]
             recorder.log("\n  ".join(lines))
         with contextlib.closing(recorder):
-            loop = Loop(fabric, run, parts, recorder, signals, state, training.replan)
+            loop = Loop(fabric, run, parts, recorder, signals, state, training.started)
             return fabric.broadcast(recorder.finish(loop.run()))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,16 +19,18 @@ from torch import Tensor, nn
 from locality.data import Batch, Stream, eval_loader, hash_seed, seed_generators, train_loader
 from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError, some
 from locality.models import ImageClassifier
-from locality.training.config import RunConfig, computation_settings
+from locality.training.config import computation_settings
 from locality.training.evaluation import PredictionCollector, evaluate
-from locality.training.optim import create_schedule
+from locality.training.optim import UNDECIDED, create_schedule
 from locality.training.processes import Collectives, SignalHandler
 from locality.training.recorder import Recorder
 from locality.training.resolved_run import ResolvedRun
 from locality.training.state import Components, TrainState
 
-Replan = Callable[[int, float], RunConfig]
-"""(steps so far, their seconds) → the run with another length."""
+# Shares of the minutes of a run: until its decay begins, and for all that follows the last step.
+_DECAY, _ENDING = 2 / 3, 0.05
+# Between checkpoints of a run of minutes, whose evaluations become rare.
+_SAVE_SECONDS = 60.0
 
 
 def seed_pass(seed: int, rank: int, step: int, micro: int, device: torch.device) -> None:
@@ -62,8 +64,7 @@ class Loop:
         recorder: writes logs and checkpoints; `NoRecorder` on ranks other than 0.
         signals: the signals this process has received.
         state: the counters, new or from a checkpoint.
-        replan: gives the run's length at the end of warm-up, if one process trains and nothing is
-            saved or evaluated yet: the steps so far do not depend on the length.
+        started: when the command started, by `time.perf_counter`.
     """
 
     fabric: Fabric
@@ -72,7 +73,7 @@ class Loop:
     recorder: Recorder
     signals: SignalHandler
     state: TrainState
-    replan: Replan | None = None
+    started: float
 
     def __post_init__(self) -> None:
         fabric, run = self.fabric, self.resolved
@@ -81,6 +82,10 @@ class Loop:
         engine, data = self.config.engine, self.config.data
         self.memory_format = torch.channels_last if engine.channels_last else torch.preserve_format
         self._saved = self.state.step or -1  # step of the last checkpoint; step 0 has none
+        self._begun = self._saved_at = time.perf_counter()
+        self._first_step = self.state.step
+        # Seconds of training before this process.
+        self._spent = self.recorder.seconds if self.fabric.is_global_zero else 0.0
         self._input = self.config.input.at(run.img_size)
         self._loading: dict[str, Any] = {
             "rank": fabric.global_rank,
@@ -115,10 +120,9 @@ class Loop:
         batches: Iterator[Batch] | None = None
         try:
             while True:
-                if self._replan():
-                    batches = None
+                due = self._watch_clock() or self.plan.saves(state.step)
                 # Before the evaluation, which may fail.
-                if self._saved != state.step and self.plan.saves(state.step):
+                if self._saved != state.step and due:
                     self._save()
                 if state.evaluated < state.step and self.plan.evaluates(state.step):
                     try:
@@ -150,19 +154,36 @@ class Loop:
         finally:
             self._eval_loader.close()
 
-    def _replan(self) -> bool:
-        """At the end of warm-up, take the length from `replan` as if the run had always had it."""
-        begun = 0 < self.state.step == self.plan.warmup
-        untouched = self._saved < 0 and self.state.evaluated < 0
-        if self.replan is None or not (begun and untouched and self.collectives.is_single):
+    def _watch_clock(self) -> bool:
+        """In a run of minutes, begin the decay when it is time; whether to save a checkpoint."""
+        if self.config.schedule.minutes is None:
             return False
-        run = ResolvedRun(self.replan(self.state.step, self.recorder.seconds), self.splits)
-        self.config, self.plan = run.config, run.plan
-        self.parts.schedule = create_schedule(self.parts.optimizer, run.plan)
-        # An evaluation records the rate of the last step, which a new schedule resets.
-        self.parts.schedule.step_update(self.state.step - 1)
-        self.recorder.replan(run)
-        return True
+        rank0 = self.fabric.is_global_zero
+        decay, saves = self.fabric.broadcast(self._look_at_clock() if rank0 else (None, False))
+        if decay is not None:
+            self.resolved.set_decay(decay)
+            self.config, self.plan = self.resolved.config, self.resolved.plan
+            self.parts.schedule = create_schedule(self.parts.optimizer, self.plan)
+            # An evaluation records the rate of the last step, which a new schedule resets.
+            self.parts.schedule.step_update(self.state.step - 1)
+            self.recorder.begin_decay()
+        return saves
+
+    def _look_at_clock(self) -> tuple[tuple[int, int] | None, bool]:
+        """The decay if it begins at this step, and whether a checkpoint is due."""
+        now, step = time.perf_counter(), self.state.step
+        saves, steps = now - self._saved_at > _SAVE_SECONDS, step - self._first_step
+        if self.plan.steps != UNDECIDED or not steps:
+            return None, saves
+        per_step = (now - self._begun) / steps
+        # A forward pass takes a third of a step.
+        evaluation = per_step * len(self.splits.val) / self.plan.batch_size / 3
+        minutes = self.config.schedule.length
+        end = self.started - self._spent + 60 * minutes * (1 - _ENDING) - evaluation
+        begun = self._begun - self._spent
+        if now - begun < _DECAY * (end - begun):
+            return None, saves
+        return (step, step + max(1, round((end - now) / per_step))), saves
 
     def train_step(self, batches: Iterator[Batch]) -> int:
         """Make one update; returns the signal that asks to stop, or 0."""
@@ -351,7 +372,7 @@ class Loop:
             checkpoint = {"step": self.state.step, "progress": asdict(self.state)}
             checkpoint |= {"config": computation_settings(self.config)}
             self.recorder.save(checkpoint | self.parts.state())
-        self._saved = self.state.step
+        self._saved, self._saved_at = self.state.step, time.perf_counter()
 
     def _save_now(self) -> None:
         """Save a checkpoint and wait until it is on disk."""

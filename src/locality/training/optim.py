@@ -13,11 +13,15 @@ import timm.optim.muon as reference
 import torch
 from timm.optim import create_optimizer_v2, get_optimizer_class, get_optimizer_info, list_optimizers
 from timm.scheduler import CosineLRScheduler
+from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from locality.errors import UserError, unknown, wrap_errors
 from locality.training.config import OptimConfig, RunConfig, ScheduleConfig
+
+UNDECIDED = 10**12
+"""More steps than any run makes."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Plan:
 
     Attributes:
         schedule: the settings, with intervals in epochs or steps.
-        steps: total updates.
+        steps: total updates; `UNDECIDED` in a run of minutes until its decay begins.
         epoch_images: images that count as one epoch.
         batch_size: images per update.
         unit: updates per unit (epoch or step) of the schedule.
@@ -61,18 +65,24 @@ class Plan:
 
     def evaluates(self, step: int) -> bool:
         """Whether the model is evaluated after `step` updates."""
-        return self.due(step, self.schedule.eval_every)
+        if self.schedule.minutes is None or step == self.steps:
+            return self.due(step, self.schedule.eval_every)
+        # The interval doubles, as nobody knows how many steps there will be.
+        doublings, rest = divmod(step, max(1, round(self.schedule.eval_every)))
+        return not rest and doublings.bit_count() == 1
 
     @property
     def evaluations(self) -> int:
         """Number of evaluations in the whole run."""
-        return math.ceil(self.schedule.length / self.schedule.eval_every)
+        return math.ceil(self.steps / (self.unit * self.schedule.eval_every))
 
     def saves(self, step: int) -> bool:
         """Whether a checkpoint is written after `step` updates."""
         if self.patience is not None and self.evaluates(step):
             return True  # it may become the best
-        return self.due(step, self.schedule.save_every or self.schedule.eval_every)
+        if self.schedule.save_every is None:
+            return self.evaluates(step)
+        return self.due(step, self.schedule.save_every)
 
     def snapshots(self, step: int) -> bool:
         """Whether a snapshot of the weights is kept after `step` updates; 0 is before the first."""
@@ -93,8 +103,10 @@ def make_plan(config: RunConfig, train_images: int) -> Plan:
     # f of it 1/f times (ConViT Table 2).
     fraction = config.data.fraction if schedule.constant_images else 1.0
     epoch_images = train_images / fraction
-    unit = 1.0 if schedule.unit == "steps" else epoch_images / batch
+    unit = 1.0 if schedule.epochs is None else epoch_images / batch
     steps = round(schedule.length * unit)
+    if schedule.minutes is not None:
+        steps = UNDECIDED if schedule.decay is None else schedule.decay[1]
     if steps < 1:
         raise UserError(
             f"schedule.epochs is {schedule.length:g}, less than one step of {batch} images with "
@@ -211,11 +223,13 @@ def create_optimizer(
     return create_optimizer_v2(groups, opt=config.name, **extra)
 
 
-def create_schedule(optimizer: torch.optim.Optimizer, plan: Plan) -> CosineLRScheduler:
-    """timm's cosine schedule; `step_update(step)` sets the learning rate of a step.
+def create_schedule(optimizer: torch.optim.Optimizer, plan: Plan) -> Scheduler:
+    """The schedule of a plan; `step_update(step)` sets the learning rate of a step.
 
     It has no state: the rate is a function of the step.
     """
+    if plan.schedule.minutes is not None:
+        return WarmupStableDecay(optimizer, plan)
     return CosineLRScheduler(
         optimizer,
         t_initial=plan.steps - plan.cooldown,
@@ -226,6 +240,22 @@ def create_schedule(optimizer: torch.optim.Optimizer, plan: Plan) -> CosineLRSch
         # There is only one cycle; with a decay of 1 timm warns about runs of one step.
         cycle_decay=0.5,
     )
+
+
+class WarmupStableDecay(Scheduler):
+    """Linear warm-up, constant, and, once the plan has a last step, linear decay to `min_lr`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+        super().__init__(optimizer, "lr", t_in_epochs=False)
+        self.plan = plan
+
+    def _get_lr(self, t: int) -> list[float]:
+        schedule, warmup = self.plan.schedule, self.plan.warmup
+        low, share = (schedule.warmup_lr, t / warmup) if t < warmup else (schedule.min_lr, 1.0)
+        if schedule.decay is not None:
+            first, last = schedule.decay
+            share = min(share, (last - t) / (last - first))
+        return [low + share * (value - low) for value in self.base_values]
 
 
 def is_matrix(parameter: Tensor) -> bool:

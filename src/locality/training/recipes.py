@@ -337,7 +337,7 @@ def finetune_384(
 _PHOTO_AUGMENT = AugmentConfig(
     crop="resized", scale=(0.35, 1.0), hflip=0.5, auto_augment="rand-m5-mstd0.5-inc1"
 )
-SMALL_SIDE = 32
+SMALL_SIDE = 96
 """Largest image side in pixels for which `photos` uses its small-image settings."""
 
 
@@ -348,25 +348,25 @@ def is_small(model: str, img_size: ImageSize | None) -> bool:
     return img_size is not None and max(to_2tuple(img_size)) <= SMALL_SIDE
 
 
-def photos(model: str = "convit_mini", img_size: ImageSize | None = None) -> RunConfig:
+def photos(model: str = "convit_nano", img_size: ImageSize | None = None) -> RunConfig:
     """A custom dataset of hundreds to thousands of photographs, from scratch in ten minutes.
 
-    Each image is seen about a hundred times, so random crops, flips, label smoothing and stochastic
-    depth keep the model from overfitting. A moving average of the weights would lag behind in a
-    short run and is off. The EXIF orientation is applied, and the aspect ratio is kept: evaluation
-    crops the centre. At 32 pixels or fewer, optimiser, mixup, cutmix and erasing are those of
-    `fashion_mnist`, with small affine maps instead of random areas and RandAugment. The best
-    weights are kept.
+    Images of up to 96 pixels are cropped, flipped and warped a little; a random area of so few
+    pixels is blurred, and RandAugment takes as long as a small model. Larger ones have random areas
+    and mild RandAugment. Label smoothing keeps the model from overfitting. The EXIF orientation is
+    applied, and the aspect ratio is kept: evaluation crops the centre. The last weights are kept,
+    those of the lowest learning rate.
 
-    Command: `locality train photos --data.root FOLDER`, or `locality train FOLDER`. Model, image
-    size, batch and number of steps are then chosen for the images, this machine and `--minutes`,
-    unless `--schedule.steps` or `--schedule.epochs` is given.
+    Command: `locality train photos --data.root FOLDER`, or `locality train FOLDER`. Image size and
+    batch are then chosen for the images; the length is that of `--minutes`, `--steps` or
+    `--epochs`.
     Cost: ten minutes anywhere.
     Expect: depends on the images; pretrained weights (`finetune`) help more than time.
     """
     small, tuned = is_small(model, img_size), fashion_mnist()
-    # A random area of so few pixels is blurred, and RandAugment takes as long as a small model.
-    small_augment = dataclasses.replace(tuned.augment, hflip=0.5, affine=5.0)
+    small_augment = dataclasses.replace(
+        tuned.augment, hflip=0.5, affine=5.0, mixup=0.0, cutmix=0.0, random_erasing=0.0
+    )
     return RunConfig(
         recipe="photos",
         model=ModelConfig(
@@ -378,9 +378,9 @@ def photos(model: str = "convit_mini", img_size: ImageSize | None = None) -> Run
         optim=tuned.optim
         if small
         else OptimConfig("adamw", lr=1e-3, lr_batch=64, weight_decay=0.05),
-        schedule=ScheduleConfig(steps=2000, warmup=200, eval_every=200, patience=2000),
-        objective=ObjectiveConfig(label_smoothing=0.0 if small else 0.1),
-        engine=EngineConfig(batch_size=32),
+        schedule=ScheduleConfig(steps=2000, warmup=30, eval_every=200),
+        objective=ObjectiveConfig(label_smoothing=0.1),
+        engine=EngineConfig(batch_size=64 if small else 32),
     )
 
 
@@ -392,14 +392,14 @@ def finetune(
     """Fine-tuning on a custom dataset.
 
     The classifier is new. Early layers learn more slowly than late ones (`layer_decay`), at a
-    quarter of the rate from scratch. Mixup and cutmix are off below 5,000 images. Training stops
-    early by validation accuracy and keeps the best weights. At 32 pixels or fewer all of this is as
+    quarter of the rate from scratch. Mixup and cutmix are off below 5,000 images. Of a run of steps
+    or epochs, the weights of the best evaluation are kept. At 96 pixels or fewer all of this is as
     in `photos`, since weights of that size know little.
 
     Command: `locality train finetune --data.root FOLDER --model.weights WEIGHTS`, or `locality
     finetune FOLDER --from WEIGHTS`: a run folder, a file, public weights, or "timm/" and a timm
-    model name. Architecture and preprocessing are then those of the weights; batch and number of
-    steps are chosen as in `photos`. `--model.img_size` changes the resolution.
+    model name. Architecture and preprocessing are then those of the weights; the batch is chosen as
+    in `photos`. `--model.img_size` changes the resolution.
     Cost: ten minutes, or 50 passes over the images.
     Expect: depends on the images.
     """
@@ -477,8 +477,10 @@ def _rescaled_schedule(recipe: ScheduleConfig, changes: Mapping[str, Any]) -> di
 
     In another unit, all of them are scaled with the length, with at most 20 evaluations. In a
     shorter run in the recipe's own unit, only warm-up and cool-down are scaled. A patience equal to
-    the run's length, which keeps the best weights, stays equal.
+    the run's length, which keeps the best weights, stays equal. In minutes, lengths are fixed.
     """
+    if changes.get("schedule.minutes") is not None:
+        return {f"schedule.{name}": value for name, value in _MINUTES.items()}
     unit, other = ("epochs", "steps") if recipe.steps is None else ("steps", "epochs")
     length = changes.get(f"schedule.{other}")
     if length is None:
@@ -496,6 +498,18 @@ def _rescaled_schedule(recipe: ScheduleConfig, changes: Mapping[str, Any]) -> di
 
 
 _ENDS = ("warmup", "cooldown")
+# The schedule of a run of minutes.
+_MINUTES = {
+    "steps": None,
+    "epochs": None,
+    "constant_images": False,
+    "patience": None,
+    "warmup": 30,
+    "cooldown": 0,
+    "eval_every": 50,
+    "save_every": None,
+    "snapshot_every": None,
+}
 
 
 def describe(name: str) -> str:

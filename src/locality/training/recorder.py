@@ -22,6 +22,7 @@ from locality.models import ImageClassifier
 from locality.progress import SECONDS, repeating
 from locality.training.cost import format_duration
 from locality.training.evaluation import PredictionCollector
+from locality.training.optim import UNDECIDED
 from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import RunFolder
 from locality.training.state import TrainState
@@ -96,15 +97,13 @@ class Recorder:
             purge = evaluated + 1 if evaluated else None  # a resumed run continues its log
             self._board = TensorBoardLogger(folder.tensorboard, "", "", purge_step=purge)
 
-    def replan(self, run: ResolvedRun) -> None:
-        """Continue with another length, and write it to the folder's configuration."""
-        steps = self._run.plan.steps
-        self._run = run
-        self._progress.total = run.plan.steps
-        self._locked_folder().write_config(run.config)
+    def begin_decay(self) -> None:
+        """Record the length that the run now has in the folder's configuration."""
+        steps = self._progress.total = self._run.plan.steps
+        self._locked_folder().write_config(self._run.config)
         self.log(
-            f"step {self._step}: warm-up took {format_duration(self.seconds)}, so there is time "
-            f"for {run.plan.steps:,} steps instead of {steps:,}"
+            f"step {self._step}: two thirds of the time have gone; the learning rate decays until "
+            f"step {steps:,}"
         )
 
     @property
@@ -268,7 +267,7 @@ class ProgressBar:
     """The progress of a run: a bar on a terminal, a line every few seconds elsewhere.
 
     Args:
-        total: total steps.
+        total: total steps; `UNDECIDED` in a run of minutes until its decay begins.
         step: steps already finished.
         quiet: print nothing.
 
@@ -284,7 +283,7 @@ class ProgressBar:
         self._printed = time.monotonic()
         self._bar: Any = None
         if not quiet and sys.stderr.isatty():
-            self._bar = tqdm(total=total, initial=step, unit="step", dynamic_ncols=True)
+            self._bar = tqdm(initial=step, unit="step", dynamic_ncols=True)
         self._news = contextlib.ExitStack()
         if not quiet:
             self._news.enter_context(repeating(self._tell))
@@ -295,7 +294,7 @@ class ProgressBar:
             with self._ignoring_closed_terminal():
                 self._bar.refresh()
         elif time.monotonic() - self._printed > SECONDS / 2:
-            self.log(f"step {self._step}/{self.total}: {self.activity} …")
+            self.log(f"step {self._counted(self._step)}: {self.activity} …")
 
     def log(self, text: str) -> None:
         """Print a line."""
@@ -335,12 +334,16 @@ class ProgressBar:
         figures = f"training loss {loss:.3f}, top-1 {top1:.1f}%, {images_per_second:.0f} images/s"
         if self._bar is not None:
             with self._ignoring_closed_terminal():
-                self._bar.total = self.total
+                self._bar.total = None if self.total == UNDECIDED else self.total
                 self._bar.set_postfix_str(figures, refresh=False)
                 self._bar.update(step - self._bar.n)
         else:
-            left = format_duration(seconds * (self.total - step))
-            self.log(f"step {step}/{self.total}: {figures}, {left} left")
+            left = f", {format_duration(seconds * (self.total - step))} left"
+            left = "" if self.total == UNDECIDED else left
+            self.log(f"step {self._counted(step)}: {figures}{left}")
+
+    def _counted(self, step: int) -> str:
+        return f"{step}" if self.total == UNDECIDED else f"{step}/{self.total}"
 
     def close(self) -> None:
         """Close the bar, and print no more news."""

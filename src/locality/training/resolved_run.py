@@ -17,11 +17,18 @@ from locality.data.classes import imbalance
 from locality.data.sources import ImageFingerprint
 from locality.errors import UserError, some
 from locality.models import ImageClassifier, count_macs, count_parameters
+from locality.settings import replace
 from locality.training import devices
 from locality.training.config import RunConfig
 from locality.training.model import initialize_model, meta_model
 from locality.training.objective import check_teacher
-from locality.training.optim import Plan, check_optimizer, make_plan, parameter_groups
+from locality.training.optim import (
+    UNDECIDED,
+    Plan,
+    check_optimizer,
+    make_plan,
+    parameter_groups,
+)
 
 
 class ResolvedRun:
@@ -80,6 +87,11 @@ class ResolvedRun:
         self.buffers = sum(b.numel() * b.element_size() for b in model.buffers())
         self.img_size = model.img_size
         self._resumes = bool(classes)
+
+    def set_decay(self, decay: tuple[int, int]) -> None:
+        """Give a run of minutes its length: the first step of its decay, and all its steps."""
+        self.config = replace(self.config, {"schedule.decay": decay})
+        self.plan = make_plan(self.config, len(self.splits.train))
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
@@ -178,14 +190,25 @@ class ResolvedRun:
                 f"{height}×{width}",
                 f"data    {splits.name}, {len(splits.train):,} training and "
                 f"{len(splits.val):,} validation images of {len(splits.classes):,} classes",
-                f"length  {plan.steps:,} steps of {plan.batch_size:,} images: {plan.images:,} "
-                f"images, {plan.epoch(plan.steps):.4g} epochs; {plan.warmup:,} steps of warm-up, "
-                f"{plan.cooldown:,} of cool-down",
+                f"length  {self._length}",
                 f"engine  {self.world_size} × {self.device_type}, {self.precision}, {passes} × "
                 f"{self.micro_batch:,} images each, {optim.name} at learning rate "
                 f"{optim.peak_lr(plan.batch_size):.3g}",
                 *(f"note    {note}" for note in self.notes),
             ]
+        )
+
+    @property
+    def _length(self) -> str:
+        plan, minutes = self.plan, self.config.schedule.minutes
+        if plan.steps == UNDECIDED:
+            return (
+                f"{minutes:g} minutes in all, of batches of {plan.batch_size:,} images; "
+                f"{plan.warmup:,} steps of warm-up; in the last third the learning rate decays"
+            )
+        return (
+            f"{plan.steps:,} steps of {plan.batch_size:,} images: {plan.images:,} images, "
+            f"{plan.epoch(plan.steps):.4g} epochs; {plan.warmup:,} steps of warm-up"
         )
 
 
