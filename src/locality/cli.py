@@ -31,7 +31,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "report": ("reports:report", "write an HTML report from run folders"),
     "explore": ("images:explore", "write a page: every head's attention for a clicked patch"),
     "serve": ("images:serve", "serve a model as a local web page and an HTTP endpoint"),
-    "figure": ("images:figure", "draw one of the papers' figures from runs or models"),
     "reproduce": ("locality_papers.commands:reproduce", "reproduce a paper's table or figure"),
     "convert": ("models:convert", "convert weights from one format to another"),
     "transform": ("models:transform", "replace a CNN's convolutions by gated attention"),

@@ -5,10 +5,11 @@ import pytest
 from locality.analysis import measure_model, record
 from locality.analysis.pictures import load_pictures, sample
 from locality.analysis.recording import check_observable, record_missing
-from locality.analysis.runs import read_runs
+from locality.analysis.runs import RecordedRun, group, read_runs
 from locality.data import open_data
 from locality.errors import UserError
-from locality.training import load_run, train
+from locality.settings import to_dict
+from locality.training import load_run, recipe, replace, train
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +56,15 @@ def test_a_network_without_attention_is_refused_and_others_are_recorded(run, tmp
     assert (folders[1] / "measures.json").exists()
     with pytest.raises(UserError, match="timm/test_resnet"):
         check_observable(network)
+
+
+def test_runs_of_other_settings_are_no_seeds_of_each_other(tmp_path):
+    changes = {"slow": {"optim.lr": 1e-4}, "fast": {}, "again": {"seed": 1, "engine.devices": 2}}
+    runs = [
+        RecordedRun(tmp_path / name, to_dict(replace(recipe("digits"), change)))
+        for name, change in changes.items()
+    ]
+    assert [(one.label, len(one.runs)) for one in group(runs)] == [
+        ("convit_nano (lr=0.0001)", 1),
+        ("convit_nano (lr=0.0062)", 2),
+    ]

@@ -30,9 +30,6 @@ COMMANDS = {
         *("export", what, f"{out}/graph.pt2", "--format", "torch-export"),
     ],
     "convert": lambda what, image, out: ["convert", what, f"{out}/saved"],
-    "figure": lambda what, image, out: [
-        *("figure", "maps", what, "--images", image, "--output", f"{out}/maps"),
-    ],
 }
 
 

@@ -21,7 +21,6 @@ COMMANDS = {
     "explore run --count 1 --output {}": "out.html",
     "predict photo.png --model saved --output {}": "out.csv",
     "eval run --predictions {}": "out.csv",
-    "figure gates run --output {}": "out.png",
     "convert saved {} --to convit": "out.pth",
     "convert saved  {}": "out.safetensors",
     "export saved {} --format torch-export": "out.pt2",

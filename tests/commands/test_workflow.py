@@ -311,20 +311,6 @@ def test_images_that_are_not_square_from_training_to_fine_tuning(tmp_path, class
     assert json.loads(found)["n"] == 4
 
 
-def test_layers_of_a_figure_are_counted_from_one(run, images, tmp_path, cli):
-    output = tmp_path / "maps"
-    cli("figure", "maps", run, "--images", images, "--output", output, "--layers", "[1,4]")
-    drawn = output.with_suffix(".svg").read_text()
-    assert [n for n in range(1, 6) if f"layer {n}" in drawn] == [1, 4]
-
-
-def test_initial_maps_from_an_image(images, tmp_path, cli):
-    output = tmp_path / "figures" / "three"
-    said = cli("figure", "initial-maps", images / "0.png", "--output", output).out
-    assert said.split() == [f"{output}.png", f"{output}.svg"]
-    assert output.with_suffix(".png").exists() and output.with_suffix(".svg").exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

@@ -4,7 +4,7 @@ import pytest
 
 from locality.analysis.measures import token_distances
 from locality.figures.curves import draw, gate_panels, nonlocality_panels
-from locality.figures.style import save
+from locality.figures.style import figure_bytes
 
 
 def recorded(steps, shift=0.0, gated=True):
@@ -45,7 +45,7 @@ def test_seeds_are_averaged_where_all_of_them_were_measured():
     assert [head.get_ydata()[-1] for head in heads] == pytest.approx([0.7, 0.6, 0.4])
 
 
-def test_a_panel_per_group_of_runs_and_a_line_per_layer(tmp_path):
+def test_a_panel_per_group_of_runs_and_a_line_per_layer():
     measured = [("DeiT", [recorded([0, 10], gated=False)]), ("C", [recorded([0, 10])])]
     figure = draw(nonlocality_panels(measured))
     panels = [axes for axes in figure.axes if axes.lines]
@@ -60,9 +60,8 @@ def test_a_panel_per_group_of_runs_and_a_line_per_layer(tmp_path):
         *("layer 1", "layer 2"),
         "uniform attention",
     ]
-    png, svg = save(figure, tmp_path / "nonlocality")
-    assert png.read_bytes().startswith(b"\x89PNG")
-    assert "nonlocality (patches)" in svg.read_text()
+    assert figure_bytes(figure).startswith(b"\x89PNG")
+    assert "nonlocality (patches)" in figure_bytes(figure, "svg").decode()
 
 
 def test_gates_of_heads_and_their_mean():

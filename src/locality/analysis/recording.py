@@ -134,18 +134,6 @@ def _snapshots(run: RunFolder) -> list[Path]:
     return sorted(run.snapshots.glob("step-*.safetensors"))
 
 
-def trajectory(folder: Path | str) -> Record:
-    """A run's attention over training: the recorded one, else measured from snapshots.
-
-    Returns:
-        see `measure_trajectory`.
-
-    Raises:
-        UserError: the run has neither a recording nor snapshots.
-    """
-    return recorded_trajectory(folder) or measure_trajectory(folder)
-
-
 def recorded_trajectory(folder: Path | str) -> Record | None:
     """A run's attention over training, as recorded by `record`; None if not recorded.
 

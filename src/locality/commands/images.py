@@ -1,4 +1,4 @@
-"""`locality predict`, `eval`, `explore`, `serve`, `figure` and `data`."""
+"""`locality predict`, `eval`, `explore`, `serve` and `data`."""
 
 from __future__ import annotations
 
@@ -19,21 +19,19 @@ from locality import checks, data, training
 from locality.checkpoints.registry import missing
 from locality.commands import MODEL, GivenModel, images_at, page_in, report_unreadable, say, table
 from locality.commands.parsing import Parser
-from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
+from locality.data.config import DataConfig, Decoding
 from locality.data.folder import check_root, image_files, read_image, short_name
 from locality.data.sources import ImageFingerprint
-from locality.errors import UserError, lookup, one_line, printable, require, some
+from locality.errors import UserError, one_line, printable, require, some
 from locality.files import check_output, check_parent, csv_text, write_atomic
 from locality.settings import replace
 from locality.templates import write_page
-from locality.training.config import RunConfig, run_folders, same_path
+from locality.training.config import RunConfig, same_path
 
 if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
-    from locality.figures import NamedFigure
-    from locality.figures.style import Figure
     from locality.training import Predictions
 
 _AT_ONCE = 32
@@ -318,67 +316,14 @@ def serve(arguments: Sequence[str]) -> None:
     start(given.opened, *address, options.title or "", given.config.data.decoding)
 
 
-def figure(arguments: Sequence[str]) -> None:
-    """Draw a figure as PNG and SVG."""
-    from locality.figures import FIGURES
-
-    listed = "; ".join(
-        f"{name}: {drawn.about}, from {drawn.takes} ({drawn.papers})"
-        for name, drawn in FIGURES.items()
-    )
-    parser = Parser("figure", f"{figure.__doc__} {listed}.")
-    parser.add_argument("name", help=", ".join(FIGURES))
-    parser.add_model("sources", nargs="+", help="run folders, models, or images")
-    parser.add("--images", None, _IMAGES, nargs="+")
-    parser.add("--count", 100, "maximum number of images")
-    parser.add("--layers", None, "layers to draw, such as 2,10", tuple[int, ...])
-    parser.add("--heads", 4, "heads per layer")
-    where = "query position, as fractions of height and width"
-    parser.add("--place", (0.5, 0.5), where, tuple[float, float])
-    parser.add("--output", None, "path without suffix; the figure's name by default")
-    parser.add_overwrite()
-    options = parser.read(arguments)
-    chosen = lookup("figure", options.name, FIGURES)
-    takes = chosen.takes
-    of_models = "images layers heads variant entry set"
-    unused = {"runs": f"place count {of_models}", "images": of_models, "models": ""}[takes]
-    parser.refuse(unused, f"not used by {options.name}, which is drawn from {takes}")
-
-    if takes == "models":
-        options.sources = [GivenModel(source, options) for source in options.sources]
-    elif takes == "runs":
-        run_folders(options.sources)
-    from locality.figures.style import FORMS, save
-
-    output = Path(options.output or options.name)
-    for suffix in FORMS:
-        check_output(output.with_suffix(suffix), options.overwrite)
-    drawn = _draw(chosen, options)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    for path in save(drawn, output):
-        print(path)
-
-
-def _draw(figure: NamedFigure, options: Any) -> Figure:
-    if figure.takes == "runs":
-        return figure.draw(options.sources)
-    if figure.takes == "images":
-        images = [image for *_, image in _shown(options.sources, None, options.count)]
-        return figure.draw(images, place=options.place)
-    images = [image for *_, image in _shown(options.images, options.sources[0], options.count)]
-    models = [source.opened for source in options.sources]
-    layers = None if options.layers is None else [layer - 1 for layer in options.layers]
-    return figure.draw(models, images, layers=layers, heads=options.heads, place=options.place)
-
-
 def _shown(
-    given: list[str] | None, model: GivenModel | None, count: int
+    given: list[str] | None, model: GivenModel, count: int
 ) -> list[tuple[str, str, Image.Image]]:
     """The given images, else those of the model's run: (file name, class, image).
 
     The class of a given image is the name of its folder.
     """
-    if given is None and model is not None:
+    if given is None:
         if model.kind != "run":
             raise UserError(f"{model.what} is not a run folder and has no images; give --images")
         from locality.analysis.pictures import run_images
@@ -392,7 +337,7 @@ def _shown(
         files = [files[index] for index in round_robin_indices(labels, len(files))]
     read: list[Path] = []
     bad: list[str] = []
-    decoding = DEFAULT_DECODING if model is None else model.config.data.decoding
+    decoding = model.config.data.decoding
     images = list(islice(_read_images(files, decoding, read, bad), count))
     if left := len(files) - len(read) - len(bad):
         say(f"{left} more images are not used; --count {len(files)} uses all")

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -18,8 +17,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from locality.analysis.measures import nonlocality_unit
-from locality.analysis.recording import trajectory
-from locality.analysis.runs import group, read_runs
 from locality.analysis.statistics import mean_curve
 from locality.errors import UserError
 from locality.figures.style import (
@@ -179,7 +176,7 @@ class Line:
 
     Attributes:
         label, colour, dashed, band: see `draw`.
-        values: maps a run's `locality.analysis.recording.trajectory` to one value per epoch.
+        values: maps a run's `analysis.recording.measure_trajectory` to one value per epoch.
     """
 
     label: str
@@ -226,7 +223,7 @@ def nonlocality_panels(measured: Sequence[tuple[str, Sequence[Record]]]) -> list
     """One panel per group of runs (Figs. 5, 10, 13).
 
     Args:
-        measured: label and one `locality.analysis.recording.trajectory` per seed of each group.
+        measured: label and one `analysis.recording.measure_trajectory` per seed of each group.
     """
     panels = []
     for label, seeds in measured:
@@ -254,40 +251,3 @@ def _over_epochs(title: str, y_label: str, lines: list[Line], seeds: Sequence[Re
     ]
     plain: Record = {"x_label": "epochs", "log_x": False, "scatter": False}
     return plain | {"title": title, "y_label": y_label, "series": series}
-
-
-def nonlocality(folders: Sequence[Path | str]) -> Figure:
-    """Nonlocality of each layer over training (Figs. 5, 10, 13)."""
-    return draw(nonlocality_panels(_measured(folders)))
-
-
-def gates(folders: Sequence[Path | str]) -> Figure:
-    """All gates over training (Figs. 6, 14).
-
-    Raises:
-        UserError: the runs have no gates, or differ in more than their seed.
-    """
-    panels = [(label, gate_panels(seeds)) for label, seeds in _measured(folders)]
-    drawn = [each for each in panels if each[1]]
-    if len(drawn) > 1:
-        raise UserError(
-            f"these runs differ in more than their seed: {'; '.join(label for label, _ in drawn)}; "
-            f"draw the gates of one model with one set of settings"
-        )
-    if not drawn:
-        raise UserError("none of these runs has gates; only ConViT does")
-    return draw(drawn[0][1], f"Gates of {drawn[0][0]}")
-
-
-def _measured(folders: Sequence[Path | str]) -> list[tuple[str, list[Record]]]:
-    """Runs measured over training: label and one record per seed of each group."""
-    groups = group(read_runs(folders))
-    several = len({part for one in groups for part in one.fractions}) > 1
-    return [
-        (
-            one.label_at(part) if several else one.label,
-            [trajectory(run.path) for run in one.at(part)],
-        )
-        for one in groups
-        for part in one.fractions
-    ]

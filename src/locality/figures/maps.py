@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import string
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import matplotlib
@@ -19,7 +18,6 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, to_hex
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Rectangle
-from PIL import Image
 
 from locality.analysis.pictures import (
     DECADES,
@@ -27,9 +25,7 @@ from locality.analysis.pictures import (
     Pictures,
     Sample,
     capture_pictures,
-    prepare_sample,
 )
-from locality.checkpoints import Classifier
 from locality.errors import UserError
 from locality.figures.style import FAINT, GATE_COLOURS, MAP_COLOURS, settings
 from locality.layers.grid import Grid
@@ -124,42 +120,6 @@ def initial_maps(
         network = build(model, **(dict(overrides) | changes))
         captured.append((title, capture_pictures(network, chosen, place)))
     return maps(captured, layers=[0], heads=heads, per_map_scale=True)
-
-
-def head_maps(
-    models: Sequence[Classifier],
-    images: Sequence[Image.Image],
-    layers: Sequence[int] | None = None,
-    heads: int = 4,
-    place: tuple[float, float] = (0.5, 0.5),
-    mean: bool = False,
-) -> Figure:
-    """Attention from one patch, on the first image or averaged over all images.
-
-    Args:
-        models: models, drawn side by side.
-        images: at least one image; preprocessed for each model.
-        layers, heads: see `maps`.
-        place: the query position, as fractions of (height, width).
-        mean: average over all images.
-    """
-    chosen = images if mean else images[:1]
-    captured = [
-        (model.name, capture_pictures(model.module(), prepare_sample(model, chosen), place))
-        for model in models
-    ]
-    return maps(captured, layers, heads, image=None if mean else 0)
-
-
-mean_maps = partial(head_maps, mean=True)
-
-
-def untrained_maps(
-    images: Sequence[Image.Image], place: tuple[float, float] = (0.5, 0.5)
-) -> Figure:
-    """The first layer of an untrained ConViT-Ti on the first image (Fig. 3)."""
-    subject = Classifier.of(build("convit_tiny"))
-    return initial_maps(prepare_sample(subject, images[:1]), "convit_tiny", {}, place)
 
 
 def _layers(pictures: Pictures, layers: Sequence[int] | None) -> Sequence[int]:

@@ -16,8 +16,6 @@ from markupsafe import Markup
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from locality.files import write_atomic
-
 # Wong's palette (Nature Methods 8, 441), safe for common colour blindness. Each family has one
 # colour and one marker in all figures, so that they stay distinct in grey.
 CONVIT, DEIT, CVT, OTHER = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
@@ -44,28 +42,6 @@ def settings() -> Iterator[None]:
     # Ticks overflow for values near the largest float, such as a diverging loss.
     with matplotlib.rc_context(_SETTINGS), np.errstate(over="ignore"):
         yield
-
-
-FORMS: dict[str, dict[str, Any]] = {
-    ".png": {"dpi": 160, "metadata": {"Software": "locality"}},
-    ".svg": {"metadata": {"Date": None, "Creator": "locality"}},
-}
-"""Options of `savefig` by the suffix of the output files."""
-
-
-def save(figure: Figure, path: Path | str) -> list[Path]:
-    """Write a figure as PNG and SVG; the suffix of `path` is replaced.
-
-    Returns:
-        the two paths.
-    """
-    path = Path(path)
-    written = []
-    for suffix, options in FORMS.items():
-        target = path.with_suffix(suffix)
-        write_atomic(target, figure_bytes(figure, suffix[1:], **options))
-        written.append(target)
-    return written
 
 
 def figure_bytes(figure: Figure, form: str = "png", **options: Any) -> bytes:
