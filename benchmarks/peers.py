@@ -335,14 +335,18 @@ def timed_rows(timing: Timing, images: int, what: dict[str, Any]) -> list[dict[s
 def _for_task(contenders: dict[str, nn.Module], task: str) -> Iterator[tuple[str, nn.Module]]:
     """The contenders prepared for a task; training uses copies, so that weights stay equal.
 
-    For inference, a CvT is measured fused, too.
+    As in `locality train`, our models train with shortcuts. For inference they are measured plain
+    and fused.
     """
     for label, model in contenders.items():
         if task == "training":
-            yield label, copy.deepcopy(model).train()
+            trained = copy.deepcopy(model).train()
+            if isinstance(trained, ImageClassifier):
+                trained.shortcuts = True
+            yield label, trained
         else:
             yield label, model
-            if isinstance(model, ConvolutionalVisionTransformer):
+            if isinstance(model, ImageClassifier) and not isinstance(model, TimmModel):
                 yield f"{label} (fused)", model.fuse()
 
 

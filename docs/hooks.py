@@ -35,7 +35,7 @@ SAVE = "src/locality/report/templates/save.js"  # how tables are saved
 REFERENCE = {
     "locality": ["locality", "locality.errors"],
     "models": ["locality.models"],
-    "layers": ["locality.layers"],
+    "layers": [f"locality.layers.{module}" for module in ("position", "block", "fast")],
     "checkpoints": ["locality.checkpoints"],
     "transformers": ["locality.transformers"],
     "data": ["locality.data"],

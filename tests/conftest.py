@@ -140,19 +140,6 @@ def class_folders():
 
 
 @pytest.fixture
-def truncated_kernel() -> Callable[[torch.Tensor, int], torch.Tensor]:
-    """(kernel, rank) → the kernel with each offset's matrix truncated to the best of that rank."""
-
-    def cut(weight: torch.Tensor, rank: int) -> torch.Tensor:
-        matrices = weight.detach().flatten(2).permute(2, 0, 1)
-        left, scales, right = torch.linalg.svd(matrices, full_matrices=False)
-        matrices = left[..., :rank] * scales[:, None, :rank] @ right[:, :rank]
-        return matrices.permute(1, 2, 0).reshape(weight.shape)
-
-    return cut
-
-
-@pytest.fixture
 def here() -> Here:
     return Here()
 

@@ -4,7 +4,7 @@
     >>> model = locality.create_model("convit_tiny", num_classes=10)
 
 `create_model` builds the models of `list_models`; `save` and `load` store them; `train` trains, and
-`fit` trains on a folder of images; `transform` turns a convolutional network into a transformer.
+`fit` trains on a folder of images.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from locality.checkpoints import save as save
     from locality.commands.train import fit as fit
     from locality.models import list_models as list_models
-    from locality.models.initialisations import transform as transform
     from locality.trained import TrainedRun as TrainedRun
     from locality.training import train as train
 

@@ -33,7 +33,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("images:serve", "serve a model as a local web page and an HTTP endpoint"),
     "reproduce": ("locality_papers.commands:reproduce", "reproduce a paper's table or figure"),
     "convert": ("models:convert", "convert weights from one format to another"),
-    "transform": ("models:transform", "replace a CNN's convolutions by gated attention"),
     "export": ("models:export", "write a model as ONNX or a torch.export program"),
     "data": ("images:folders", "check a folder of images"),
 }

@@ -8,7 +8,7 @@ from typing import Any
 
 from locality.analysis.pictures import Pictures, capture_pictures, validation_sample
 from locality.figures import maps
-from locality.layers.conv_init import kernel_size
+from locality.layers.position import kernel_size
 from locality.models import build
 from locality.models.variants import variant
 from locality.training.model import initial_model, load_run

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from locality.layers import Projection
 from locality.models import build
+from locality.models.cvt import Projection
 from locality.training.config import ModelConfig
 from locality_papers import diagrams, published
 from locality_papers.measures import TOP1, Quantity, computed

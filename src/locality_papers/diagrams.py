@@ -15,14 +15,10 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from locality.figures.style import CONVIT, CVT, DEIT, FAINT, INK, settings
-from locality.layers import (
-    Block,
-    ConvolutionalAttention,
-    ConvolutionalEmbedding,
-    GatedPositionalSelfAttention,
-    SelfAttention,
-)
+from locality.layers.block import Block
 from locality.models.base import ImageClassifier
+from locality.models.convit import GatedPositionalSelfAttention, SelfAttention
+from locality.models.cvt import ConvolutionalAttention, ConvolutionalEmbedding
 
 _WIDTH, _STEP = 2.9, 0.66  # inches of a column, and from box to box
 Row = str | tuple[str, ...]
@@ -35,11 +31,9 @@ def outline(model: ImageClassifier) -> list[str]:
     seen: list[str] = []
 
     def note(module: nn.Module, given: Any, output: torch.Tensor) -> None:
-        # The last block may return only the class token.
-        shown = given[0] if isinstance(module, Block) else output
-        if shown.ndim == 4:
-            shown = shown.flatten(2).transpose(1, 2)
-        tokens, width = shown.shape[1:]
+        if output.ndim == 4:
+            output = output.flatten(2).transpose(1, 2)
+        tokens, width = output.shape[1:]
         seen.append(f"{_described(module)}\n{tokens} tokens × {width}")
 
     hooks = [
@@ -74,7 +68,7 @@ def _attention(layer: nn.Module) -> str:
     if isinstance(layer, ConvolutionalAttention):
         stride = layer.k.stride
         return f"attention over {layer.k.projection} projections, keys and values stride {stride}"
-    names = {
+    names: dict[type, str] = {
         GatedPositionalSelfAttention: "gated positional self-attention",
         SelfAttention: "self-attention",
     }
@@ -83,13 +77,13 @@ def _attention(layer: nn.Module) -> str:
 
 def gated_layer(layer: GatedPositionalSelfAttention) -> list[str]:
     """The parts of a gated layer (Eq. 6–7) with the shapes of its parameters."""
-    heads, width = layer.num_heads, layer.head_dim
+    heads, width = layer.num_heads, layer.dim // layer.num_heads
     return [
         f"queries, keys: {layer.dim} → {heads} heads × {width}\nW_qry, W_key trained",
         "content: softmax(QKᵀ/√d)",
         f"position: softmax(v_pos·r), r fixed\nv_pos {heads}×3 trained",
         f"(1 − σ(λ)) content + σ(λ) position\nλ: {heads}, trained from {layer.gating[0]:g}",
-        f"values: {layer.dim} → {heads} × {layer.value_dim}, W_out {layer.dim} → {layer.out_dim}",
+        f"values: {layer.dim} → {heads} × {width}, W_out {layer.dim} → {layer.dim}",
     ]
 
 

@@ -17,7 +17,6 @@ from locality.analysis.taps import capture
 from locality.checkpoints import Classifier, Preprocessing
 from locality.errors import UserError
 from locality.models import build
-from locality.models.initialisations import transform
 
 # Relative error of an attention: queries and keys are rounded to 11 bits and scores reach 25, so
 # the error is at most 25 · 2⁻¹⁰.
@@ -344,24 +343,6 @@ def test_timm_models_with_registers(open_ready, shaken, tmp_path, name, prefix, 
     assert called in page.locator("#where").inner_text()
     found = shown_row(page, 0, 1, 0, "mixed")
     np.testing.assert_allclose(found, true_row(maps, "mixed", 0, 0), rtol=FACTOR)
-
-
-def test_attention_in_the_place_of_convolutions(open_ready, tmp_path):
-    """With a stride some tokens have no query; padding receives attention at the border."""
-    torch.manual_seed(0)
-    network = build("timm/test_resnet", num_classes=10, img_size=32)
-    subject = Classifier.of(transform(network, "stage2", alpha=2.0), "ResNet")
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8))
-    page = open_ready(write_explorer([subject], [image], tmp_path / "resnet.html"))
-    click(page, 0, 2)
-    first, second = compute_maps(subject, image)
-    assert (first.query_grid, first.key_grid, second.key_grid) == ((4, 4), (8, 8), (4, 4))
-    for layer, maps in enumerate((first, second)):
-        for head in (0, 5, 9):
-            for mode in ("mixed", "content", "position"):
-                found = shown_row(page, 0, layer, head, mode)
-                np.testing.assert_allclose(found, true_row(maps, mode, head, 2), rtol=FACTOR)
-        assert shown_row(page, 0, layer, 0, "position").sum() < 0.3
 
 
 def test_the_page_of_digits_is_small_and_loads_nothing(file):

@@ -17,7 +17,7 @@ class Positional(nn.Module):
     def __init__(self, gated):
         super().__init__()
         self.v_pos, self.heads = gated.v_pos, gated.num_heads
-        self.value, self.project = gated.value_weight, gated.proj
+        self.value, self.project = gated.qkv.weight[2 * gated.dim :], gated.proj
 
     def forward(self, x, grid, queries=None):
         values = nn.functional.linear(x, self.value).unflatten(2, (self.heads, -1)).transpose(1, 2)

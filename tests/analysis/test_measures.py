@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from locality.analysis import measures
-from locality.layers.conv_init import attention_centres
+from locality.layers.position import attention_centres
 from locality.models import build
 
 GRIDS = [(14, 14), (7, 11), (1, 5)]

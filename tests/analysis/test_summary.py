@@ -10,9 +10,7 @@ from locality.analysis import measures
 from locality.analysis.measures import measure_model
 from locality.analysis.taps import capture
 from locality.errors import UserError
-from locality.layers.attention import GatedPositionalSelfAttention
-from locality.layers.convolution import ConvolutionalAttention
-from locality.models import build
+from locality.models import ConvolutionalAttention, GatedPositionalSelfAttention, build
 
 
 def test_record_is_the_mean_and_deviation_over_images(convit, images):

@@ -56,7 +56,6 @@ VIT_OPTIONS: list[dict[str, Any]] = [
     {"class_token": False, "embed_class_token": False},
     {"class_token": False, "embed_class_token": False, "global_pool": "avg"},
     {"positional_attention": "psa"},
-    {"positional_attention": "conv"},
     {"num_heads": 2},
     {"freeze_gating": True, "locality_strength": 3.0, "conv_init": False},
 ]
@@ -70,11 +69,6 @@ CVT_OPTIONS: list[dict[str, Any]] = [
     {"class_token": False},
     {"projection": "linear"},
     {"projection": "avg"},
-    {"projection": "microsoft_avg"},
-    {"projection": ("conv", "microsoft_avg", "conv")},
-    {"projection": "microsoft_avg", "kv_stride": 1},
-    {"projection": "microsoft_avg", "kv_padding": 0},
-    {"projection": "microsoft_avg", "projection_kernel": 5, "kv_stride": 3},
     {"projection_kernel": 5},
     {"kv_stride": 1},
     {"kv_stride": (1, 2, 3)},
@@ -233,16 +227,10 @@ class _Layers:
         if part == "q":
             stride, padding = 1, kernel // 2
         name = f"attn.conv_proj_{part}."
-        if f"{self.prefix}{name}conv.weight" in self.state:
-            weight = self[f"{name}conv.weight"]
-            mixed = F.conv2d(image, weight, None, stride, padding, groups=len(weight))
-            mean, variance = self[f"{name}bn.running_mean"], self[f"{name}bn.running_var"]
-            return F.batch_norm(
-                mixed, mean, variance, self[f"{name}bn.weight"], self[f"{name}bn.bias"]
-            )
-        if part == "q":
-            return image
-        return F.avg_pool2d(image, kernel, stride, padding, ceil_mode=True)
+        weight = self[f"{name}conv.weight"]
+        mixed = F.conv2d(image, weight, None, stride, padding, groups=len(weight))
+        mean, variance = self[f"{name}bn.running_mean"], self[f"{name}bn.running_var"]
+        return F.batch_norm(mixed, mean, variance, self[f"{name}bn.weight"], self[f"{name}bn.bias"])
 
 
 REFERENCES = {
@@ -331,9 +319,7 @@ def test_timms_convit_of_any_gated_layers_is_read(layers, use_pos_embed, randomi
     "options",
     [
         {},
-        {"projection": "microsoft_avg"},
         {"kv_padding": 0, "kv_stride": (1, 2, 1)},
-        {"projection": "microsoft_avg", "kv_padding": 0},
         {"embed_stride": (3, 2, 1), "embed_padding": (1, 0, 1)},
     ],
 )

@@ -20,7 +20,6 @@ HELD = {
     "cvt_13": (MICROSOFT, {}),
     "cvt_w24": (MICROSOFT, {}),
     "cvt_13, avg": (MICROSOFT, {"global_pool": "avg"}),
-    "cvt_13, pooled": (MICROSOFT, {"projection": "microsoft_avg", "qkv_bias": False}),
     "cvt_13, patches": (MICROSOFT, {"embedding": "patch", "num_classes": 5, "in_chans": 4}),
     "cvt_13, transformers": (TRANSFORMERS, {"activation": "gelu"}),
     "cvt_w24, transformers": (TRANSFORMERS, {"activation": "gelu", "in_chans": 4}),
@@ -148,7 +147,7 @@ def test_what_a_format_cannot_hold_is_refused_by_its_name():
         MICROSOFT.configuration(theirs)
     assert MICROSOFT.configuration(theirs, settings={"num_heads": 1})
     with torch.device("meta"):
-        pooled = build("cvt_13", projection="microsoft_avg")
+        pooled = build("cvt_13", projection="avg")
     theirs = {TRANSFORMERS.rename(name): tensor for name, tensor in pooled.state_dict().items()}
     with pytest.raises(UserError, match="transformers"):
         TRANSFORMERS.configuration(theirs)

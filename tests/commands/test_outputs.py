@@ -97,9 +97,7 @@ def test_links_are_followed_and_pipes_written(command, place, capsys):
     assert read[0] and stat.S_ISFIFO((place / name).stat().st_mode)
 
 
-@pytest.mark.parametrize(
-    "command", ["transform timm/resnet18 {} --random", "convert saved {}", "convert saved {}/x/y"]
-)
+@pytest.mark.parametrize("command", ["convert saved {}", "convert saved {}/x/y"])
 def test_a_folder_that_holds_something_gets_no_model(command, place, capsys):
     (place / "config.json").write_text("{}")
     assert wrote(command, place) == 2

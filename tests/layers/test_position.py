@@ -5,7 +5,6 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from locality.layers import conv_init as C
 from locality.layers import position as P
 
 
@@ -19,7 +18,7 @@ def heads_on_a_grid(draw):
 
 
 @given(heads_on_a_grid())
-@example((C.attention_centres(C.kernel_offsets(3).double(), 1.0), (14, 14)))
+@example((P.attention_centres(P.kernel_offsets(3).double(), 1.0), (14, 14)))
 def test_separable_equals_dense(case):
     v_pos, grid = case
     scores = P.positional_scores(v_pos, grid)
@@ -54,8 +53,8 @@ def test_separable_has_the_gradients_of_dense(grid):
 
 def test_large_locality_strength_is_one_hot_at_the_offset():
     """α → ∞: head h attends only to i + Δ_h (Eq. 5)."""
-    offsets = C.kernel_offsets(3)
-    attention = P.positional_attention(C.attention_centres(offsets, 200.0), (5, 6))
+    offsets = P.kernel_offsets(3)
+    attention = P.positional_attention(P.attention_centres(offsets, 200.0), (5, 6))
     middle = 2 * 6 + 3
     for head, (down, right) in enumerate(offsets.int().tolist()):
         expected = torch.zeros(30)
@@ -65,7 +64,7 @@ def test_large_locality_strength_is_one_hot_at_the_offset():
 
 def test_unit_strength_is_a_gaussian_of_variance_one_half():
     """α = 1, Δ = 0: a discrete Gaussian of variance ½ per axis."""
-    centre = C.attention_centres(torch.zeros(1, 2, dtype=torch.float64), 1.0)
+    centre = P.attention_centres(torch.zeros(1, 2, dtype=torch.float64), 1.0)
     rows, columns = P.positional_factors(centre, (21, 21))
     places = torch.arange(21, dtype=torch.float64) - 10
     gaussian = torch.exp(-places.square() / (2 * 0.5))
@@ -90,10 +89,10 @@ def test_rotating_the_grid_rotates_the_attention(case):
 
 
 def test_even_kernels_have_half_integer_centres():
-    assert C.kernel_offsets(2).tolist() == [[-0.5, -0.5], [-0.5, 0.5], [0.5, -0.5], [0.5, 0.5]]
+    assert P.kernel_offsets(2).tolist() == [[-0.5, -0.5], [-0.5, 0.5], [0.5, -0.5], [0.5, 0.5]]
     for kernel in (1, 2, 3, 4):
-        assert C.kernel_offsets(kernel).shape == (kernel**2, 2)
-        assert C.kernel_offsets(kernel).mean(dim=0).abs().max() == 0
+        assert P.kernel_offsets(kernel).shape == (kernel**2, 2)
+        assert P.kernel_offsets(kernel).mean(dim=0).abs().max() == 0
 
 
 # The dot-product form
@@ -105,7 +104,7 @@ GRIDS = [(1, 1), (1, 6), (2, 2), (14, 14), (16, 9), (24, 24), (32, 20)]
 def heads_of_all_kinds(strength):
     """Centres on, between and off patches, and trained heads."""
     offsets = torch.tensor([[0.0, 0.0], [0.5, -0.5], [0.3, -0.7], [-3.0, 40.0]])
-    centred = C.attention_centres(offsets, strength)
+    centred = P.attention_centres(offsets, strength)
     moved = centred[:2] + 0.3 * torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
     return torch.cat((centred, moved))
 

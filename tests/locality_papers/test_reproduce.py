@@ -293,16 +293,6 @@ def test_rows_without_gating_have_their_gates_frozen_at_zero(row):
 
 
 @pytest.mark.slow
-def test_beyond_the_papers_runs_as_a_table(one_seed, tmp_path, here):
-    (record,) = reproduce(
-        "beyond/trained-convolutions", one_seed, tmp_path, executor=here, quiet=True
-    )
-    assert len(record["rows"]) == 6
-    for row in record["rows"]:
-        assert [cell["empty"] for cell in row["cells"]] == [None] * 3, row["label"]
-
-
-@pytest.mark.slow
 def test_fine_tuning_starts_from_weights_of_other_classes(one_seed, tmp_path, here):
     (record,) = reproduce("beyond/finetuning", one_seed, tmp_path, executor=here, quiet=True)
     assert [cell["empty"] for row in record["rows"] for cell in row["cells"]] == [None] * 6
@@ -392,13 +382,9 @@ def test_architectures_are_drawn_from_the_models_built(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "count"), [("beyond/transformed", 8), ("beyond/initialisations", 9)]
-)
-def test_starts_are_compared(one_seed, tmp_path, here, name, count):
+def test_initialisations_are_compared(one_seed, tmp_path, here):
+    name = "beyond/initialisations"
     (record,) = reproduce(name, one_seed, tmp_path, executor=here, quiet=True, fraction=1.0)
-    assert len(record["rows"]) == count
+    assert len(record["rows"]) == 7
     for row in record["rows"]:
         assert all(cell is None or cell["empty"] is None for cell in row["cells"]), row["label"]
-    starts = {run.config.model.weights for run in here.performed} - {None}
-    assert {Path(start).parent for start in starts} == {tmp_path / "runs"}

@@ -126,14 +126,6 @@ def test_too_small_an_image_is_refused():
         small()(torch.zeros(1, 3, 2, 9))
 
 
-def test_a_batch_of_one_trains_unless_a_projection_is_one_value():
-    model = small()
-    model(images(model, batch=1, size=(64, 64))).sum().backward()
-    model(images(model, batch=2, size=(16, 16))).sum().backward()
-    with pytest.raises(ValueError, match="batch of 1"):
-        model(images(model, batch=1, size=(16, 16)))
-
-
 def test_quick_gelu():
     x = torch.linspace(-5, 5, 101, dtype=torch.float64)
     torch.testing.assert_close(QuickGELU()(x), x * torch.sigmoid(1.702 * x))

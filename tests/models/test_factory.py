@@ -18,7 +18,6 @@ CONFIGS = {
     "patches": variant("convit_micro").config.with_overrides(patch_size=8, drop_path_rate=0.1),
     "two stages": CvTConfig(STAGES, img_size=(16, 32), activation="gelu"),
     "timm's": TimmConfig.named("timm/test_vit").with_overrides(global_pool="avg", num_classes=2),
-    "timm's, gated": TimmConfig.named("timm/test_resnet").with_overrides(gpsa="stage4"),
 }
 
 

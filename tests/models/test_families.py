@@ -32,11 +32,17 @@ def assert_near(found, expected):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_the_logits_are_those_of_all_tokens(model, training):
-    """`forward` may compute only one token in the last block; the full computation must agree."""
-    other, x = copy.deepcopy(model.train(training)), images(model)
-    assert_near(model(x), other.forward_head(other.forward_features(x)))
-    for (name, ours), theirs in zip(model.named_buffers(), other.buffers(), strict=True):
+def test_shortcuts_change_neither_logits_nor_gradients_nor_statistics(model, training):
+    plain, x = copy.deepcopy(model.train(training)), images(model)
+    model.shortcuts = True
+    logits, expected = model(x), plain(x)
+    assert_near(logits, expected)
+    for each in (logits, expected):
+        each.square().sum().backward()
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        ours.grad = torch.zeros_like(ours) if ours.grad is None else ours.grad
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-3, msg=name)
+    for (name, ours), theirs in zip(model.named_buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(ours, theirs, msg=name)
 
 
@@ -54,8 +60,10 @@ def test_images_of_other_channels_are_refused(model):
         model(torch.zeros(1, 1, *model.img_size))
 
 
-def test_recomputing_blocks_changes_nothing(model):
+@pytest.mark.parametrize("shortcuts", [False, True])
+def test_recomputing_blocks_changes_nothing(model, shortcuts):
     model = copy.deepcopy(model).train()
+    model.shortcuts = shortcuts
     copied = copy.deepcopy(model)
     copied.set_grad_checkpointing()
     for each in (model, copied):
@@ -111,9 +119,11 @@ def test_intermediates_are_the_maps_of_the_blocks(model):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shortcuts", [False, True])
 @pytest.mark.parametrize(("training", "gradients"), [(False, False), (False, True), (True, True)])
-def test_one_graph_without_breaks_for_each_size(model, training, gradients):
+def test_one_graph_without_breaks_for_each_size(model, training, gradients, shortcuts):
     """Ten batches of two sizes in turn have equal logits, gradients and statistics."""
+    model.shortcuts = shortcuts
     copied = copy.deepcopy(model.train(training))
     torch.compiler.reset()
     counters.clear()

@@ -27,7 +27,6 @@ from locality.checkpoints import Classifier
 from locality.data.decoding import to_rgb
 from locality.data.resizing import high_resolution_crop
 from locality.errors import UserError
-from locality.layers.grid import Window
 from locality.models.variants import family_of
 from locality.templates import render, write_page
 
@@ -189,9 +188,7 @@ def _pack(
 
     def add(view: LayerView) -> None:
         v_pos = positional_vectors(view.module)
-        window = getattr(view.module, "window", Window())
         layers[view.name].update(
-            padding=[window.before, window.after],
             prefix=view.maps.prefix_tokens,
             position=None if v_pos is None else v_pos.tolist(),
             head_dim=view.maps.key.shape[-1],

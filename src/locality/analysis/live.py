@@ -1,8 +1,8 @@
 """The live page: one HTML file that runs small models in JavaScript.
 
 Like the explorer, it needs no server and no network. It holds the weights in half precision and a
-few example images. `templates/forward.js` is the forward pass of `models/vit.py` with all attention
-maps, recomputed as the user changes gates and the strength of locality.
+few example images. `templates/forward.js` is the forward pass of `models/convit.py` with all
+attention maps, recomputed as the user changes gates and the strength of locality.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from locality.errors import UserError
-from locality.layers.attention import AttentionMaps, prefix_length
-from locality.layers.convolution import recomputing
+from locality.layers import fast
+from locality.layers.block import AttentionMaps, prefix_length
 from locality.layers.grid import Grid
 from locality.layers.position import positional_attention
 
@@ -128,8 +128,6 @@ def capture(
         compute: Any = getattr(module, "attention_maps", None)
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if recomputing():
-                return
             x = kwargs["x"] if "x" in kwargs else args[0]
             with torch.no_grad():
                 if compute is None:
@@ -140,7 +138,9 @@ def capture(
 
         return hook
 
-    with contextlib.ExitStack() as hooks:
+    # Every module has to be called, and only once.
+    plain = fast.switched(model, shortcuts=False, grad_checkpointing=False)
+    with plain, contextlib.ExitStack() as hooks:
         if any(isinstance(module, _TIMM) for _, module in modules):
             patch_embed: Any = getattr(model, "patch_embed", None)
             if not hasattr(patch_embed, "dynamic_feat_size"):

@@ -1,11 +1,9 @@
-"""Load weights into a model with another image size, other channels, classes or gates."""
+"""Load weights into a model with another image size, other channels or classes."""
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,6 @@ from locality.data.config import Preprocessing
 from locality.errors import UserError, prefix_errors
 from locality.models.base import ImageClassifier, position_embedding
 from locality.models.config import signature_diff
-from locality.models.factory import TimmConfig
-from locality.models.initialisations import trained_conv, transform
 
 State = dict[str, Tensor]
 
@@ -44,12 +40,6 @@ def load_weights(
     assigned before everything is checked. Settings that shapes do not determine (heads, strides,
     attention scale) must agree with those in the file. Each change is logged.
 
-    If the model has attention in place of some convolutions of a network, that network's weights
-    are converted as by `transform`. From the weights of its convolutional net
-    (`positional_attention="conv"`), the gated layers of a ConViT are initialised with the best
-    approximation of the convolutions, at the model's α and λ; with `init="trained_conv"`, only
-    these layers are loaded.
-
     Args:
         model: the model; unchanged if the weights do not fit.
         what, entry: as in `locality.load`.
@@ -66,17 +56,9 @@ def load_weights(
     checkpoint = read(what, entry=entry, like=target)
     with prefix_errors(what):
         check_config_class(type(checkpoint.config), target)
-        changes = []
-        if isinstance(target, TimmConfig) and target.gpsa and not checkpoint.config.gpsa:
-            checkpoint = Checkpoint.of(transform(checkpoint.build(), *target.transform_arguments))
-            changes += [f"attention computes the convolutions of {target.gpsa}"]
-        convolutions = getattr(checkpoint.config, "positional_attention", "") == "conv"
-        if convolutions and target.gpsa_layers and target.positional_attention == "gpsa":
-            checkpoint = _from_convolutional_net(model, checkpoint)
-            changes += ["the gated layers are initialised from the weights' convolutions"]
         fresh = model.state_dict()
         state = dict(checkpoint.state)
-        changes += _classifier(state, checkpoint, target, fresh, classes)
+        changes = _classifier(state, checkpoint, target, fresh, classes)
         for adapt in (_channels, resample_pos_embeds):
             changes += adapt(state, checkpoint.config, target, fresh)
         check_keys(state, fresh, NATIVE.title)
@@ -101,19 +83,6 @@ def set_data_config(model: ImageClassifier, preprocessing: Preprocessing) -> Non
     shared = {name: getattr(preprocessing, name) for name in PREPROCESSING_KEYS}
     size = {"input_size": (model.in_chans, *preprocessing.size)}
     model.pretrained_cfg = (getattr(model, "pretrained_cfg", None) or {}) | size | shared
-
-
-def _from_convolutional_net(model: ImageClassifier, net: Checkpoint) -> Checkpoint:
-    """`model` with the convolutions of `net` in its gated layers, and the other weights of `net`
-    unless the model's `init` is "trained_conv"."""
-    started = copy.deepcopy(model)
-    trained_conv(started, net.build())
-    if model.config.init == "trained_conv":
-        return Checkpoint.of(started)
-    state = started.state_dict()
-    state |= {name: tensor for name, tensor in net.state.items() if name in state}
-    gated = net.config.with_overrides(positional_attention="gpsa")
-    return replace(net, config=gated, state=state)
 
 
 def _classifier(

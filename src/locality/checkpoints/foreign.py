@@ -7,8 +7,7 @@ with the columns in the paper's order (‖δ‖², δ₁, δ₂).
 
 Microsoft's CvT and transformers' have the same tensors under other names. Both have one setting per
 stage where this library may have one per block, and some of their settings support only one value.
-In Microsoft's code, weights without convolutions use average pooling (it cannot run with only
-linear projections); transformers supports neither.
+Weights without convolutions in their projections are refused: no public ones are known.
 """
 
 from __future__ import annotations
@@ -154,7 +153,7 @@ class _ConViT(_ViT):
     def accepted(self, config: ViTConfig) -> dict[str, tuple[Any, ...]]:
         gated = config.gpsa_layers == config.depth
         return {
-            "positional_attention": ("gpsa",) if config.gpsa_layers else ("gpsa", "psa", "conv"),
+            "positional_attention": ("gpsa",) if config.gpsa_layers else ("gpsa", "psa"),
             "embed_class_token": (False,) if config.use_pos_embed else (False, True),
             "global_pool": ("token",) if gated else ("token", "avg"),
             "has_class_token": (not gated,),
@@ -191,11 +190,10 @@ class _CvT(KeyMap):
     """A CvT key map.
 
     Attributes:
-        activations, projections: those that the code supports.
+        activations: those that the code supports.
     """
 
     activations: tuple[str, ...] = ()
-    projections: tuple[str, ...] = ()
 
     families = (CvTConfig,)
 
@@ -222,10 +220,10 @@ class _CvT(KeyMap):
             for index in range(depth)
         )
         window = state.get(self.rename(f"{stage}blocks.0.attn.q.conv.weight"))
-        if window is None and "microsoft_avg" not in self.projections:
+        if window is None:
             raise UserError(
-                f"these weights have no convolutions in their projections, which {self.title} "
-                f"code requires"
+                f"these weights have no convolutions in their projections, without which "
+                f"{self.title} code is not supported"
             )
         overlapping = kernel % 2 == 1
         stride = (kernel + 1) // 2 if overlapping else kernel
@@ -237,8 +235,7 @@ class _CvT(KeyMap):
             embed_stride=stride,
             embed_padding=stride // 2 if overlapping else 0,
             mlp_ratio=ratios[0] if len(set(ratios)) == 1 else ratios,
-            projection="microsoft_avg" if window is None else "conv",
-            projection_kernel=3 if window is None else window.shape[-1],
+            projection_kernel=window.shape[-1],
             qkv_bias=self.rename(f"{stage}blocks.0.attn.q.linear.bias") in state,
         )
 
@@ -252,15 +249,13 @@ class _CvT(KeyMap):
             "kv_stride": [stage.kv_strides[0] for stage in stages],
             "kv_padding": [stage.resolved_kv_padding for stage in stages],
         }
-        if any(stage.projection != "conv" for stage in stages):
-            unspecified["projection_kernel"] = [stage.projection_kernel for stage in stages]
         return {name: x if len(set(x)) > 1 else x[0] for name, x in unspecified.items()}
 
     def accepted(self, config: CvTConfig) -> dict[str, tuple[Any, ...]]:
         return {
             "activation": self.activations,
             "attention_scale": ("width",),
-            "projection": self.projections,
+            "projection": ("conv",),
             "use_pos_embed": (False,),
             "global_pool": ("token" if config.has_class_token else "avg",),
         }
@@ -306,7 +301,6 @@ MICROSOFT = _CvT(
         (r"attn\.([qkv])\.linear", r"attn.proj_\1"),
     ),
     activations=("quick_gelu",),
-    projections=("conv", "microsoft_avg"),
 )
 _CONVOLVED = r"attention.attention.convolution_projection_\1.convolution_projection."
 TRANSFORMERS = _Transformers(
@@ -332,7 +326,6 @@ TRANSFORMERS = _Transformers(
         (r"attn\.(\w+)\.linear", r"attention.attention.projection_\1"),
     ),
     activations=("gelu",),
-    projections=("conv",),
 )
 
 

@@ -185,8 +185,6 @@ def _from_state(
 
     Settings that they do not specify are assumed as in the published models, and logged.
     """
-    if isinstance(like, TimmConfig):
-        like = replace(like, gpsa="")  # attention replaces convolutions after loading
     shapes = "its tensors have the names of a model, but some are missing or have other shapes"
     wrong = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
     with prefix_errors(path), wrap_errors(shapes, *wrong):
@@ -227,7 +225,7 @@ def _unwrap(state: State, path: Path, model: Any) -> dict[str, Tensor]:
     """
     stems: Collection[str] = STEMS
     if isinstance(model, TimmConfig):
-        first = next(iter(meta_state_dict(replace(model, gpsa=""))))
+        first = next(iter(meta_state_dict(model)))
         stems = [TIMM.rename(first)]
     prefixes = {
         name.removesuffix(stem)

@@ -1,4 +1,4 @@
-"""`locality models`, `convert`, `transform` and `export`."""
+"""`locality models`, `convert` and `export`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from locality import checkpoints, checks, models
+from locality import checkpoints, models
 from locality.checkpoints.registry import KEY_MAP_NAMES, SOURCES, check_export_path, check_target
 from locality.commands import GivenModel, table
 from locality.commands.parsing import Parser
 from locality.errors import unknown
-from locality.files import check_output_folder
-from locality.models.variants import FAMILY_NAMES, PREFIX, VARIANTS, matching, variant
+from locality.models.variants import FAMILY_NAMES, VARIANTS, matching, variant
 
 
 def architectures(arguments: Sequence[str]) -> None:
@@ -85,51 +84,6 @@ def convert(arguments: Sequence[str]) -> None:
 
     given = options.variant, options.entry, options.overwrite, options.set
     print(checkpoints.convert(options.source, options.target, options.to, *given))
-
-
-def transform(arguments: Sequence[str]) -> None:
-    """Replace some k×k convolutions of a timm CNN by gated positional attention and save it.
-    It computes the same function, up to about e^-alpha.
-    """
-    parser = Parser("transform", transform.__doc__)
-    parser.add_model("model")
-    parser.add_argument("output", help="folder to save the model in")
-    parser.add("--weights", None, "for timm/NAME: a state dict instead of timm's weights")
-    parser.add("--random", False, "for timm/NAME: random instead of timm's weights")
-    parser.add("--layers", "stage4", "a stage, comma-separated names, the last n, or all")
-    alpha = float | Literal["exact"]
-    parser.add("--alpha", 7.0, "α of the layers: a number or exact", alpha)
-    parser.add("--gating", 1.0, "λ of the gates, above 0", checks.Positive)
-    parser.add_overwrite()
-    options = parser.read(arguments)
-    if not options.model.startswith(PREFIX):
-        parser.refuse("weights random", "needs a model named timm/NAME")
-    elif options.weights is not None:
-        parser.refuse("random", "has no effect with --weights")
-    with_weights = options.weights is None and not options.random
-    given = GivenModel(options.model, options) if with_weights else None
-    check_output_folder(Path(options.output), options.overwrite)
-
-    import locality
-    from locality.models.initialisations import select_convolutions
-
-    about: dict[str, Any] = {}
-    if given is None:
-        start = {"weights": options.weights, "entry": options.entry}
-        before = locality.create_model(options.model, **start).eval()
-    else:
-        opened = given.opened
-        before = opened.module()
-        about = {"preprocessing": opened.preprocessing, "classes": opened.classes}
-    after = locality.transform(before, options.layers, options.alpha, options.gating)
-    locality.save(after, options.output, **about)
-    rows = [["before", *_costs(before).values()], ["after", *_costs(after).values()]]
-    print(f"replaced by attention: {', '.join(select_convolutions(before, options.layers))}\n")
-    print(table(rows, ["", "params (M)", "GMACs"]))
-    print(
-        f"\n{options.output}: train it with --model.name timm/{after.config.name} "
-        f"--model.gpsa {options.layers} --model.weights {options.output}"
-    )
 
 
 def export(arguments: Sequence[str]) -> None:

@@ -5,36 +5,36 @@ Shapes:  B batch · N tokens · C width · (H, W) token grid
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from timm.layers import DropPath
+import torch
+from timm.layers import DropPath, Mlp
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from locality.layers.conv_init import trunc_normal_init_
-from locality.layers.cpu import Linear
 from locality.layers.grid import Grid, hidden_width
 
+Weighted = TypeVar("Weighted", bound=nn.Module)
 
-class Mlp(nn.Module):
-    """Two linear layers with an activation between them.
 
-    Args:
-        dim: token width C.
-        hidden: width between the layers.
-        act_layer: the activation.
-        drop: dropout after each layer.
-    """
+def trunc_normal_init_(module: Weighted) -> Weighted:
+    """Initialise weights from a truncated normal (std 0.02) and biases with zero, in place."""
+    for name, parameter in module.named_parameters():
+        if name == "bias":
+            nn.init.zeros_(parameter)
+        else:
+            nn.init.trunc_normal_(parameter, std=0.02)
+    return module
 
-    def __init__(self, dim: int, hidden: int, act_layer: type[nn.Module], drop: float) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = Linear(dim, hidden), Linear(hidden, dim)
-        self.act, self.drop = act_layer(), nn.Dropout(drop)
-        trunc_normal_init_(self.fc1)
-        trunc_normal_init_(self.fc2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., C) → (..., C)."""
-        return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
+def make_head(width: int, num_classes: int) -> nn.Module:
+    """A linear classifier with truncated-normal weights and zero bias; identity for 0 classes."""
+    if num_classes == 0:
+        return nn.Identity()
+    return trunc_normal_init_(nn.Linear(width, num_classes))
 
 
 class Block(nn.Module):
@@ -48,6 +48,9 @@ class Block(nn.Module):
         norm_eps: epsilon of both LayerNorms.
         proj_drop: dropout inside the MLP.
         drop_path: probability of dropping a branch (stochastic depth).
+
+    Attributes:
+        grad_checkpointing: recompute the block in the backward pass.
     """
 
     def __init__(
@@ -61,22 +64,80 @@ class Block(nn.Module):
         drop_path: float = 0.0,
     ) -> None:
         super().__init__()
+        self.grad_checkpointing = False
         self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
         self.attn = attn
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
-        self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio), act_layer, proj_drop)
+        self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio), act_layer=act_layer, drop=proj_drop)
+        for layer in (self.mlp.fc1, self.mlp.fc2):
+            trunc_normal_init_(layer)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def forward(
-        self, x: Tensor, grid: Grid, class_token_only: bool = False, **given: Any
-    ) -> Tensor:
-        """(B, N, C) → (B, N, C), or (B, 1, C) for the first token only, with equal values.
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        """(B, N, C) → (B, N, C)."""
+        return run(self, self._forward, x, grid)
 
-        Attends to all tokens either way. Other keywords go to the attention layer.
-        """
-        if class_token_only:
-            attended = self.attn(self.norm1(x), grid, class_token_only=True)
-            x = x[:, :1] + self.drop_path(attended)
-        else:
-            x = x + self.drop_path(self.attn(self.norm1(x), grid, **given))
+    def _forward(self, x: Tensor, grid: Grid) -> Tensor:
+        x = x + self.drop_path(self.attn(self.norm1(x), grid))
         return x + self.drop_path(self.mlp(self.norm2(x)))
+
+
+def run(block: Any, function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """function(*args), recomputed in the backward pass if the block checkpoints its gradients."""
+    if not (block.grad_checkpointing and torch.is_grad_enabled()):
+        return function(*args)
+    options: dict[str, Any] = {}
+    if not torch.compiler.is_compiling():
+        options["context_fn"] = lambda: (contextlib.nullcontext(), _frozen_statistics(block))
+    return checkpoint(function, *args, use_reentrant=False, **options)
+
+
+@contextlib.contextmanager
+def _frozen_statistics(block: nn.Module) -> Iterator[None]:
+    """Context manager: BatchNorm normalises by its batch, and its running statistics stay."""
+    norms = [module for module in block.modules() if isinstance(module, nn.BatchNorm2d)]
+    tracked = [norm.track_running_stats for norm in norms]
+    try:
+        for norm in norms:
+            norm.track_running_stats = False
+        yield
+    finally:
+        for norm, before in zip(norms, tracked, strict=True):
+            norm.track_running_stats = before
+
+
+@dataclass(frozen=True)
+class AttentionMaps:
+    """The attention of every head, for one layer and one batch of inputs.
+
+    Attributes:
+        mixed: the attention the layer uses, (B, h, queries, keys); rows sum to one.
+        content: content attention, softmax(QKᵀ/√d), same shape.
+        position: positional attention, (h, queries, keys); None for layers without one.
+        gate: σ(λ), the weight of the positional part, (h,); None for layers without a gate.
+        query_grid, key_grid: the grids of queries and keys.
+        prefix_tokens: number of class tokens before the patches, in rows and columns.
+        query, key: (B, h, queries, d) and (B, h, keys, d); content scores are query @ keyᵀ (the
+            query is already scaled).
+        key_stride: distance between neighbouring keys, in query tokens. CvT's keys have a coarser
+            grid (CvT §3.2).
+        key_offset: from the first query to the first key, in query tokens; not 0 for windows whose
+            padding is not half their size.
+    """
+
+    mixed: Tensor
+    content: Tensor
+    position: Tensor | None
+    gate: Tensor | None
+    query_grid: Grid
+    key_grid: Grid
+    prefix_tokens: int
+    query: Tensor
+    key: Tensor
+    key_stride: tuple[float, float] = (1, 1)
+    key_offset: tuple[float, float] = (0, 0)
+
+
+def prefix_length(tokens: int, grid: Grid) -> int:
+    """Number of tokens before the patches of `grid`: 1 with a class token, else 0."""
+    return tokens - grid[0] * grid[1]

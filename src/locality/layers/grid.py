@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from locality import checks
 from locality.errors import UserError
@@ -11,7 +11,7 @@ from locality.errors import UserError
 Grid = tuple[int, int]
 """Height and width, in tokens."""
 
-ProjectionName = Literal["conv", "linear", "avg", "microsoft_avg"]
+ProjectionName = Literal["conv", "linear", "avg"]
 AttentionScale = Literal["width", "head"]
 
 
@@ -27,11 +27,6 @@ def projected_grid(
     if projection == "linear":
         return grid
     height, width = (convolved_size(size, kernel, stride, pad) for size in grid)
-    if projection == "microsoft_avg":  # rounded up, but no window begins beyond the grid
-        height, width = (
-            min(-(-(size + 2 * pad - kernel) // stride), (size + pad - 1) // stride) + 1
-            for size in grid
-        )
     return height, width
 
 
@@ -52,37 +47,6 @@ def mlp_ratio_of(dim: int, hidden: int) -> float:
     ratio = hidden / dim
     # If the division rounds down, the product may truncate to hidden − 1.
     return ratio if hidden_width(dim, ratio) == hidden else math.nextafter(ratio, math.inf)
-
-
-class Window(NamedTuple):
-    """Query positions and zero padding along one axis, for attention that replaces a convolution.
-
-    Attributes:
-        kernel: k, the kernel size of the convolution.
-        stride: distance between query positions.
-        before, after: number of zero keys at both ends; they count in the softmax and have value
-            zero.
-    """
-
-    kernel: int = 1
-    stride: int = 1
-    before: int = 0
-    after: int = 0
-
-    @property
-    def first(self) -> int:
-        """The first query position, the centre of the first kernel window."""
-        return (self.kernel - 1) // 2 - self.before
-
-    def queries(self, length: int) -> slice:
-        """The query positions on an axis of `length` keys."""
-        count = (length + self.before + self.after - self.kernel) // self.stride + 1
-        return slice(self.first, self.first + (count - 1) * self.stride + 1, self.stride)
-
-    def grid(self, grid: Grid) -> Grid:
-        """The query grid for a `grid` of keys."""
-        rows, columns = (len(range(length)[self.queries(length)]) for length in grid)
-        return rows, columns
 
 
 def check_heads(embed_dim: int, num_heads: int) -> None:

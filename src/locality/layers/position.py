@@ -13,30 +13,52 @@ for any v. So softmax(v·r) is the outer product of a softmax over rows and one 
 indices q₁ and H + q₂ and zero elsewhere, and ψ(k) = (s(·, k₁), t(·, k₂)) (`dot_product_form`),
 which adds position to the scores of ordinary attention. The N×N matrix is only computed for
 inspection (`positional_attention`).
+
+Functions marked `torch.fx.wrap` are one node in a traced graph, which takes any grid.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from locality.layers.grid import Grid, Window
+from locality.layers.grid import Grid
 
-ALL_QUERIES = Window()
 Scores = tuple[Tensor, Tensor]
 
 # e^−1000 is zero, and −1000 finite, in every dtype.
 _LEAST_SCORE = -1000.0
 
 
-def check_grid(tokens: Tensor, grid: Grid) -> None:
-    """Check that tokens (B, N, C) are exactly the patches of `grid`."""
-    if tokens.shape[1] != grid[0] * grid[1]:
+@torch.fx.wrap
+def attend(v_pos: Tensor, values: Tensor, grid: Grid) -> Tensor:
+    """softmax(v_pos·r) V: (h, 3) and (B, h, N, d) → (B, h, N, d)."""
+    check_grid(values, grid)
+    return Separable.of(axis_scores(in_full(v_pos), grid), values.dtype).attend(values)
+
+
+@torch.fx.wrap
+def attend_jointly(q: Tensor, k: Tensor, v: Tensor, v_pos: Tensor, grid: Grid) -> Tensor:
+    """softmax(QKᵀ/√d + v_pos·r) V: (B, h, N, d) three times → (B, h, N, d) (Eq. 4).
+
+    QKᵀ/√d + v_pos·r = [q|φ]·[k|ψ]ᵀ, so that one SDPA call computes it.
+    """
+    check_grid(v, grid)
+    queries, keys = dot_product_form(axis_scores(in_full(v_pos), grid), v.dtype)
+    q = torch.cat((q / math.sqrt(q.shape[-1]), queries.expand(*q.shape[:2], -1, -1)), dim=-1)
+    k = torch.cat((k, keys.expand(k.shape[0], -1, -1, -1)), dim=-1)
+    return attend_widely(q, k, v)
+
+
+def check_grid(values: Tensor, grid: Grid) -> None:
+    """Check that tokens (..., N, d) are exactly the patches of `grid`."""
+    if values.shape[-2] != grid[0] * grid[1]:
         raise ValueError(
-            f"a positional layer got {tokens.shape[1]} tokens for a grid of {grid[0]}×{grid[1]} "
+            f"a positional layer got {values.shape[-2]} tokens for a grid of {grid[0]}×{grid[1]} "
             f"patches; add class tokens after the last positional layer"
         )
 
@@ -62,31 +84,19 @@ def in_full(v_pos: Tensor) -> Tensor:
     return v_pos.to(torch.promote_types(v_pos.dtype, torch.float32))
 
 
-def axis_scores(v_pos: Tensor, grid: Grid, window: Window = ALL_QUERIES) -> Scores:
-    """The scores along both axes, s and t above.
-
-    Args:
-        v_pos: (..., 3), for any number of heads and layers.
-        grid: grid of the keys, (H, W).
-        window: query positions and zero padding.
-
-    Returns:
-        (..., H', H + padding) over rows and (..., W', W + padding) over columns.
-    """
+def axis_scores(v_pos: Tensor, grid: Grid) -> Scores:
+    """s and t above, (..., H, H) over rows and (..., W, W) over columns, from v_pos (..., 3)."""
     quadratic, *linear = v_pos[..., None, None, :].unbind(-1)
     scores = []
     for slope, length in zip(linear, grid, strict=True):
-        keys = torch.arange(
-            -window.before, length + window.after, device=v_pos.device, dtype=v_pos.dtype
-        )
-        queries = keys[window.before :][window.queries(length)]
-        offsets = keys[None, :] - queries[:, None]
+        indices = torch.arange(length, device=v_pos.device, dtype=v_pos.dtype)
+        offsets = indices[None, :] - indices[:, None]
         scores.append(torch.addcmul(slope, quadratic, offsets) * offsets)
     return scores[0], scores[1]
 
 
 class Separable(NamedTuple):
-    """Positional attention as its factors, (h, H', H) over rows and (h, W', W) over columns.
+    """Positional attention as its factors, (h, H, H) over rows and (h, W, W) over columns.
 
     The attention of query (i₁, i₂) to key (j₁, j₂) is rows[h, i₁, j₁] · columns[h, i₂, j₂].
     """
@@ -95,26 +105,23 @@ class Separable(NamedTuple):
     columns: Tensor
 
     @classmethod
-    def of(cls, scores: Scores, grid: Grid, window: Window, dtype: torch.dtype) -> Separable:
-        """The factors for any number of layers; padding counts in the softmax."""
-        rows, columns = (
-            score.softmax(dim=-1)[..., window.before : window.before + length].to(dtype)
-            for score, length in zip(scores, grid, strict=True)
-        )
+    def of(cls, scores: Scores, dtype: torch.dtype) -> Separable:
+        """The factors for any number of layers."""
+        rows, columns = (score.softmax(dim=-1).to(dtype) for score in scores)
         return cls(rows, columns)
 
     def attend(self, values: Tensor) -> Tensor:
-        """softmax(v_pos·r) V: (B, h, H·W, d) → (B, h, H'·W', d)."""
+        """softmax(v_pos·r) V: (B, h, H·W, d) → (B, h, H·W, d)."""
         rows, columns = self
         batch, heads, _, width = values.shape
-        (down, height), (right, breadth) = rows.shape[1:], columns.shape[1:]
+        height, breadth = rows.shape[-1], columns.shape[-1]
         # Heads first, so that each factor multiplies the whole batch in one product per head.
         # Columns before rows leaves the tokens row-major without a final copy.
         v = values.unflatten(2, (height, breadth)).permute(1, 3, 2, 0, 4)
         v = torch.bmm(columns, v.reshape(heads, breadth, height * batch * width))
-        v = v.view(heads, right, height, batch * width).transpose(1, 2)
-        v = torch.bmm(rows, v.reshape(heads, height, right * batch * width))
-        return v.view(heads, down * right, batch, width).permute(2, 0, 1, 3)
+        v = v.view(heads, breadth, height, batch * width).transpose(1, 2)
+        v = torch.bmm(rows, v.reshape(heads, height, breadth * batch * width))
+        return v.view(heads, height * breadth, batch, width).permute(2, 0, 1, 3)
 
 
 def dot_product_form(scores: Scores, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -135,8 +142,8 @@ def dot_product_form(scores: Scores, dtype: torch.dtype) -> tuple[Tensor, Tensor
     )
     keys = torch.cat(parts, dim=-1).flatten(-3, -2)
     keys = keys - keys.detach().amax(dim=-2, keepdim=True)
-    places = torch.eye(height + breadth, width, dtype=dtype, device=rows.device)
-    queries = places[:height, None] + places[None, height:]
+    ones = torch.eye(height + breadth, width, dtype=dtype, device=rows.device)
+    queries = ones[:height, None] + ones[None, height:]
     return queries.flatten(0, 1), keys.clamp(min=_LEAST_SCORE).to(dtype)
 
 
@@ -151,15 +158,48 @@ def attend_widely(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(queries, keys, values, scale=1.0)[..., :width]
 
 
-def positional_factors(v_pos: Tensor, grid: Grid, window: Window = ALL_QUERIES) -> Separable:
-    """The factors of positional attention: (h, 3) → (h, H', H) over rows, (h, W', W) over columns.
-
-    The query grid (H', W') is the key grid unless `window` is given.
-    """
-    return Separable.of(axis_scores(v_pos, grid, window), grid, window, v_pos.dtype)
+def positional_factors(v_pos: Tensor, grid: Grid) -> Separable:
+    """The factors of positional attention: (h, 3) → (h, H, H) over rows, (h, W, W) over columns."""
+    return Separable.of(axis_scores(v_pos, grid), v_pos.dtype)
 
 
-def positional_attention(v_pos: Tensor, grid: Grid, window: Window = ALL_QUERIES) -> Tensor:
-    """softmax(v_pos · r_ij) as a matrix: (h, 3) → (h, N', N). For inspection; quadratic in N."""
-    rows, columns = positional_factors(v_pos, grid, window)
+def positional_attention(v_pos: Tensor, grid: Grid) -> Tensor:
+    """softmax(v_pos · r_ij) as a matrix: (h, 3) → (h, N, N). For inspection; quadratic in N."""
+    rows, columns = positional_factors(v_pos, grid)
     return torch.einsum("hik,hjl->hijkl", rows, columns).flatten(3).flatten(1, 2)
+
+
+def kernel_size(num_heads: int) -> int:
+    """The side k of the largest k×k kernel that `num_heads` heads can represent, ⌊√h⌋."""
+    return math.isqrt(num_heads)
+
+
+def kernel_offsets(kernel: int) -> Tensor:
+    """The offsets Δ of a k×k kernel from its centre: (k², 2) as (down, right), row-major (Eq. 5).
+
+    Even kernels have half-integer centres, so their offsets are ±½, ±3/2, …
+    """
+    offsets = torch.arange(kernel, dtype=torch.float32) - (kernel - 1) / 2
+    return torch.cartesian_prod(offsets, offsets).view(-1, 2)
+
+
+def attention_centres(offsets: Tensor, strength: float) -> Tensor:
+    """The v_pos that centres attention on `offsets`: (n, 2) → (n, 3), −α (1, −2Δ₁, −2Δ₂) (Eq. 5).
+
+    The attention is a discrete Gaussian around i + Δ, with variance 1/(2α) along each axis.
+    """
+    ones = torch.ones(len(offsets), 1, dtype=offsets.dtype, device=offsets.device)
+    return -strength * torch.cat((ones, -2 * offsets), dim=1)
+
+
+@torch.no_grad()
+def init_random_convolution_(v_pos: Tensor, value_weight: Tensor, strength: float) -> None:
+    """Eq. 5, in place: W_val = I, and the k² offsets of a k×k kernel, k = ⌊√h⌋, to the first heads.
+
+    Offsets are row-major. Heads beyond k² keep α times their truncated-normal init, as in the
+    authors' code.
+    """
+    offsets = kernel_offsets(kernel_size(len(v_pos)))
+    v_pos *= strength
+    v_pos[: len(offsets)] = attention_centres(offsets, strength)
+    nn.init.eye_(value_weight)

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from locality.models.config import CvTConfig as CvTConfig
     from locality.models.config import StageConfig as StageConfig
     from locality.models.config import ViTConfig as ViTConfig
+    from locality.models.convit import (
+        GatedPositionalSelfAttention as GatedPositionalSelfAttention,
+    )
+    from locality.models.convit import PositionalSelfAttention as PositionalSelfAttention
+    from locality.models.convit import SelfAttention as SelfAttention
+    from locality.models.convit import VisionTransformer as VisionTransformer
+    from locality.models.cvt import ConvolutionalAttention as ConvolutionalAttention
     from locality.models.cvt import ConvolutionalVisionTransformer as ConvolutionalVisionTransformer
     from locality.models.factory import build as build
     from locality.models.factory import count_macs as count_macs
@@ -23,6 +30,5 @@ if TYPE_CHECKING:
     from locality.models.variants import Variant as Variant
     from locality.models.variants import list_models as list_models
     from locality.models.variants import variant as variant
-    from locality.models.vit import VisionTransformer as VisionTransformer
 
 __all__, __getattr__ = lazily(__name__, __file__)

@@ -25,8 +25,8 @@ from locality.settings import Setting, check, from_dict, setting, settings_of, w
 # The largest published model has 0.3 billion parameters; far more is a mistake or hostile.
 _MOST_PARAMETERS = 4_000_000_000
 
-Initialisation = Literal["default", "conv", "mimetic", "impulse", "trained_conv"]
-PositionalAttention = Literal["gpsa", "psa", "conv"]
+Initialisation = Literal["default", "mimetic", "impulse"]
+PositionalAttention = Literal["gpsa", "psa"]
 Activation = Literal["quick_gelu", "gelu"]
 
 
@@ -158,8 +158,7 @@ class ViTConfig(Architecture):
         mlp_ratio: hidden width of the MLPs over `embed_dim`.
         qkv_bias: bias on queries, keys and values (DeiT: True, ConViT: False).
         gpsa_layers: number of first blocks with positional attention (10 of 12 in the paper).
-        positional_attention: "gpsa" (gated, Eq. 7), "psa" (one softmax, Eq. 4; Fig. 9), or "conv",
-            a convolution with the largest kernel that the heads could represent.
+        positional_attention: "gpsa" (gated, Eq. 7) or "psa" (one softmax, Eq. 4; Fig. 9).
         locality_strength: α of the convolutional initialisation (Eq. 5).
         conv_init: initialise the positional layers as random convolutions (Table 3 c, d: False).
         gating_init: initial λ of every gate.
@@ -214,15 +213,9 @@ class ViTConfig(Architecture):
 
     @property
     def initialisations(self) -> tuple[Initialisation, ...]:
-        """Values of `init`: convolutions need positional layers, impulses position embeddings."""
-        found = super().initialisations
-        if self.use_pos_embed and self.embed_dim >= 4 * self.num_heads:
-            found += ("impulse",)
-        if self.gpsa_layers and self.positional_attention != "conv":
-            found += ("conv",)
-        if self.gpsa_layers and self.positional_attention == "gpsa":
-            found += ("trained_conv",)
-        return found
+        """Values of `init`: impulses need position embeddings."""
+        impulse = self.use_pos_embed and self.embed_dim >= 4 * self.num_heads
+        return ("default", "mimetic", "impulse") if impulse else ("default", "mimetic")
 
     @property
     def has_class_token(self) -> bool:
@@ -315,7 +308,7 @@ class StageConfig:
         mlp_ratio: hidden width of the MLPs over C; one number, or one per block.
         kv_stride: stride of the key and value projections; one number, or one per block (Table 7).
             Ignored by linear projections.
-        projection: "conv", "linear" (Table 8), "avg" or "microsoft_avg"; see `Projection`.
+        projection: "conv", "linear" (Table 8) or "avg"; see `Projection`.
         projection_kernel: side of the projections' window.
         kv_padding: padding of the key and value projections; half the window if None.
         qkv_bias: bias of the projections' linear parts.

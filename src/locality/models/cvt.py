@@ -1,30 +1,53 @@
 """CvT: transformers with convolutional token embedding and projection (Wu et al. 2021, Fig. 2).
 
-Shapes:  B batch · stage s: tokens (B, p + N_s, C_s) on a grid (H_s, W_s), N_s = H_s·W_s
+Shapes:  B batch · h heads · d = C/h head width
+         stage s: tokens (B, p + N_s, C_s) on a grid (H_s, W_s), N_s = H_s·W_s
          p = 1 in the last stage, which adds the class token, else 0
+
+Tokens (B, N, C) have the memory layout of a channels-last image (B, C, H, W). The convolutions here
+work on that view, without a transpose.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from locality.layers.block import Block, Mlp
-from locality.layers.convolution import (
-    ConvolutionalAttention,
-    ConvolutionalEmbedding,
-    Projection,
-    tokens_to_image,
+from locality import checks
+from locality.layers import fast
+from locality.layers.block import (
+    AttentionMaps,
+    Block,
+    make_head,
+    prefix_length,
+    trunc_normal_init_,
 )
-from locality.layers.position import Grid
+from locality.layers.grid import (
+    AttentionScale,
+    Grid,
+    ProjectionName,
+    check_heads,
+    check_kernel,
+    projected_grid,
+)
 from locality.models import base
-from locality.models.base import ImageClassifier, RunBlock
+from locality.models.base import ImageClassifier
 from locality.models.config import CvTConfig, StageConfig
 
 _NORM_EPS = 1e-5
+
+
+def tokens_to_image(tokens: Tensor, grid: Grid) -> Tensor:
+    """Patches (B, N, C) as a channels-last image (B, C, H, W): a view."""
+    return tokens.unflatten(1, grid).permute(0, 3, 1, 2)
+
+
+def image_to_tokens(image: Tensor) -> Tensor:
+    """A channels-last image (B, C, H, W) as patches (B, N, C): a view."""
+    return image.permute(0, 2, 3, 1).flatten(1, 2)
 
 
 class QuickGELU(nn.Module):
@@ -38,16 +61,183 @@ class QuickGELU(nn.Module):
         return F.silu(self.slope * x) / self.slope
 
 
-def _fold_slope(mlp: Mlp) -> None:
-    """Replace W₂·quick_gelu(W₁x) by the equal (W₂/1.702)·silu(1.702·W₁x), in place."""
-    if isinstance(mlp.act, QuickGELU):
-        for parameter in mlp.fc1.parameters():
-            parameter.mul_(mlp.act.slope)
-        mlp.fc2.weight.div_(mlp.act.slope)
-        mlp.act = nn.SiLU(inplace=True)
-
-
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"quick_gelu": QuickGELU, "gelu": nn.GELU}
+
+
+class ConvolutionalEmbedding(nn.Module):
+    """Convolutional token embedding: a convolution, then LayerNorm over channels (§3.1, Eq. 1).
+
+    With kernel = stride and no padding it is ViT's patch embedding (Table 6 a, b).
+
+    Args:
+        in_chans: channels of the image or token map.
+        dim: token width C.
+        kernel_size, stride, padding: the convolution's.
+    """
+
+    def __init__(
+        self, in_chans: int, dim: int, kernel_size: int, stride: int, padding: int
+    ) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_chans, dim, kernel_size, stride, padding)
+        self.norm = nn.LayerNorm(dim, eps=_NORM_EPS)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """(B, C_in, H_in, W_in) → tokens (B, N, C) on the grid of Eq. 1."""
+        # Channels last, in a way that `torch.vmap` supports.
+        image = image.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+        return self.norm(image_to_tokens(self.conv(image)))
+
+
+class Projection(nn.Module):
+    """Projection of tokens to queries, keys or values (§3.2).
+
+    "conv": depth-wise convolution → BatchNorm → linear, a depth-wise separable convolution (Eq. 2).
+        Stride 2 reduces keys and values (Fig. 3c). The class token takes only the linear part.
+    "avg": average pooling instead of the convolution; padding does not count.
+    "linear": each token separately, as in ViT (Table 8). Keeps all tokens, whatever the stride.
+
+    Args:
+        dim: token width C.
+        projection: one of these names.
+        kernel_size: odd side of the window.
+        stride: stride of the window.
+        bias: whether the linear part has a bias.
+        padding: padding of the token grid; half the window, which gives ⌈size / stride⌉, if None.
+        class_token: whether a class token comes before the patches.
+
+    Raises:
+        UserError: for an unknown name, an even kernel or a stride below 1.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        projection: ProjectionName = "conv",
+        kernel_size: int = 3,
+        stride: int = 1,
+        bias: bool = True,
+        padding: int | None = None,
+        class_token: bool = False,
+    ) -> None:
+        super().__init__()
+        checks.typed("projection", projection, ProjectionName)
+        check_kernel(kernel_size)
+        checks.integer("stride", stride, 1)
+        self.projection, self.class_token = projection, class_token
+        self.stride = 1 if projection == "linear" else stride
+        padding = kernel_size // 2 if padding is None else padding
+        self.window = (kernel_size, stride, padding)
+        # The centre of the first window, in tokens.
+        self.offset = 0 if projection == "linear" else kernel_size // 2 - padding
+        if projection == "conv":
+            self.conv: nn.Module = nn.Conv2d(dim, dim, *self.window, groups=dim, bias=False)
+            self.norm: nn.Module = nn.BatchNorm2d(dim)
+        elif projection == "avg":
+            self.conv = nn.AvgPool2d(*self.window, count_include_pad=False)
+            self.norm = nn.Identity()
+        self.linear = trunc_normal_init_(nn.Linear(dim, dim, bias=bias))
+
+    def grid(self, grid: Grid) -> Grid:
+        """The grid of the projections of tokens on `grid`."""
+        return projected_grid(grid, self.projection, *self.window)
+
+    def forward(self, x: Tensor, image: Tensor) -> Tensor:
+        """Tokens (B, p + N, C) → projections (B, p + N', C).
+
+        Args:
+            x: the tokens.
+            image: their patches as an image (B, C, H, W), shared by queries, keys and values.
+        """
+        return self.linear(self.mix(x, image))
+
+    def mix(self, x: Tensor, image: Tensor) -> Tensor:
+        """The input of the linear layer: convolved patches (Eq. 2) and the class token."""
+        if self.projection == "linear":
+            return x
+        patches = image_to_tokens(self.norm(self.conv(image)))
+        return torch.cat((x[:, :1], patches), dim=1) if self.class_token else patches
+
+    def forward_without_update(self, x: Tensor, image: Tensor) -> Tensor:
+        """Like `forward`, without updating BatchNorm's running statistics."""
+        copies = {name: buffer.clone() for name, buffer in self.named_buffers()}
+        return torch.func.functional_call(self, copies, (x, image))
+
+
+class ConvolutionalAttention(nn.Module):
+    """Multi-head attention whose queries, keys and values are convolutional projections (§3.2).
+
+        softmax(s · Q Kᵀ) V,   s = C^−½ in the authors' weights, d^−½ in the usual definition.
+
+    The grid of keys and values is coarser by `kv_stride`.
+
+    Args:
+        dim: token width C.
+        num_heads: number of heads h; divides C.
+        projection: kind of all three projections (see `Projection`).
+        kernel_size: side of their window.
+        kv_stride: stride of keys and values; queries have stride 1.
+        qkv_bias: whether the projections' linear parts have a bias.
+        scale: "width" for C^−½, "head" for d^−½.
+        kv_padding: padding of keys and values; half the window if None.
+        proj_drop: dropout after the output projection.
+        class_token: whether a class token comes before the patches.
+
+    Raises:
+        UserError: if C is not a multiple of the heads, or for an unknown projection or scale.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        projection: ProjectionName = "conv",
+        kernel_size: int = 3,
+        kv_stride: int = 2,
+        qkv_bias: bool = True,
+        scale: AttentionScale = "width",
+        kv_padding: int | None = None,
+        proj_drop: float = 0.0,
+        class_token: bool = False,
+    ) -> None:
+        super().__init__()
+        check_heads(dim, num_heads)
+        checks.typed("attention_scale", scale, AttentionScale)
+        self.dim, self.num_heads, self.class_token = dim, num_heads, class_token
+        self.scale = (dim if scale == "width" else dim // num_heads) ** -0.5
+        kv = (projection, kernel_size, kv_stride, qkv_bias, kv_padding, class_token)
+        self.q = Projection(dim, projection, kernel_size, 1, qkv_bias, None, class_token)
+        self.k, self.v = Projection(dim, *kv), Projection(dim, *kv)
+        self.proj = trunc_normal_init_(nn.Linear(dim, dim))
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        """(B, p + N, C) → (B, p + N, C)."""
+        image = self.image(x, grid)
+        q, k, v = (self.split_heads(part(x, image)) for part in (self.q, self.k, self.v))
+        heads = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+        return self.proj_drop(self.proj(heads.transpose(1, 2).flatten(2)))
+
+    def image(self, x: Tensor, grid: Grid) -> Tensor:
+        """The patches of (B, p + N, C) as a dense channels-last image."""
+        return tokens_to_image(x[:, int(self.class_token) :].contiguous(), grid)
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """(B, N, C) → (B, h, N, d)."""
+        return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+
+    def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
+        """The attention that `forward(x, grid)` uses; BatchNorm's statistics are not updated."""
+        image = self.image(x, grid)
+        q, k = (self.split_heads(p.forward_without_update(x, image)) for p in (self.q, self.k))
+        content = (q @ k.transpose(-2, -1) * self.scale).softmax(dim=-1)
+        prefix, key_grid = prefix_length(x.shape[1], grid), self.k.grid(grid)
+        places = ((self.k.stride,) * 2, (self.k.offset,) * 2)
+        q = q * self.scale
+        return AttentionMaps(content, content, None, None, grid, key_grid, prefix, q, k, *places)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, num_heads={self.num_heads}, scale={self.scale:.4g}"
 
 
 class Stage(nn.Module):
@@ -85,6 +275,7 @@ class Stage(nn.Module):
                     scale=model.attention_scale,
                     kv_padding=config.kv_padding,
                     proj_drop=model.proj_drop_rate,
+                    class_token=class_token,
                 ),
                 mlp_ratio=mlp_ratio,
                 act_layer=_ACTIVATIONS[model.activation],
@@ -96,6 +287,13 @@ class Stage(nn.Module):
                 config.kv_strides, config.mlp_ratios, config.drop_path_rates, strict=True
             )
         )
+
+    def forward(self, image: Tensor, grid: Grid) -> Tensor:
+        """(B, C_in, H_in, W_in) → tokens (B, p + N, C) on `grid`."""
+        x = self.embed_tokens(image, grid)
+        for block in self.blocks:
+            x = block(x, grid)
+        return x
 
     def embed_tokens(self, image: Tensor, grid: Grid) -> Tensor:
         """(B, C_in, H_in, W_in) → input tokens of the first block, (B, p + N, C)."""
@@ -122,30 +320,20 @@ class ConvolutionalVisionTransformer(ImageClassifier):
         )
         self.norm = nn.LayerNorm(width, eps=_NORM_EPS)
         self.head_drop = nn.Dropout(config.drop_rate)
-        self.head = base.make_head(width, config.num_classes)
+        self.head = make_head(width, config.num_classes)
 
-    def _fuse(self) -> None:
-        """Fold BatchNorm into the convolution before it, and QuickGELU's slope into its MLP."""
-        for module in self.modules():
-            if isinstance(module, Projection):
-                module.fold_batch_norm()
-            elif isinstance(module, Mlp):
-                _fold_slope(module)
-
-    def _tokens(self, x: Tensor, run: RunBlock, maps: int | None = None) -> Tensor:
-        grids = base.token_grids(self.config, x.shape[1:])
-        for index, stage in enumerate(self.stages[:maps]):
-            assert isinstance(stage, Stage)
+    def forward_features(self, x: Tensor, maps: list[Tensor] | None = None) -> Tensor:
+        grids = self.token_grids(x)
+        for index, stage in enumerate(self.stages):
             image = x if index == 0 else tokens_to_image(x, grids[index - 1])
-            x = stage.embed_tokens(image, grids[index])
-            for block in stage.blocks:
-                x = run(block, x, grids[index])
-        return x
+            x = stage(image, grids[index])
+            if maps is not None:
+                maps.append(x)
+        return self.norm(x)
 
-    def _feature_blocks(self) -> list[nn.Module]:
-        return [cast(Stage, stage).blocks[-1] for stage in self.stages]
+    faster_features = fast.cvt
 
-    def _truncate(self, maps: int) -> dict[str, Any]:
+    def truncate(self, maps: int) -> dict[str, Any]:
         stages = self.config.stages
         token = self.config.has_class_token and maps == len(stages)
         self.stages = self.stages[:maps]
@@ -172,11 +360,7 @@ class ConvolutionalVisionTransformer(ImageClassifier):
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Groups of parameters by layer, for layer-wise learning rates (timm's convention).
-
-        Args:
-            coarse: one group per stage instead of one per block.
-        """
+        """Groups of parameters; with `coarse`, one per stage instead of one per block."""
         if coarse:
             blocks: Any = r"^stages\.(\d+)"
         else:

@@ -20,10 +20,10 @@ from locality.errors import UnknownSetting, UserError, unknown, wrap_errors
 from locality.layers.grid import Grid
 from locality.models.base import ImageClassifier
 from locality.models.config import Architecture, CvTConfig, ViTConfig, to_2tuple, weight_signature
+from locality.models.convit import VisionTransformer
 from locality.models.cvt import ConvolutionalVisionTransformer
-from locality.models.initialisations import GATING, INITIALISATIONS, STRENGTH, replace_convolutions
+from locality.models.initialisations import INITIALISATIONS
 from locality.models.variants import PREFIX, VARIANTS, variant
-from locality.models.vit import VisionTransformer
 from locality.settings import check, differences, setting, with_role
 
 Scalar = str | bool | int | float | None
@@ -37,8 +37,6 @@ class TimmConfig:
         name: timm's name of the model.
         num_classes, in_chans: classes of the classifier, channels of the images.
         img_size: image size, a number or (height, width); used by models with a fixed input size.
-        gpsa: convolutions to replace by gated attention, as `layers` of `transform`; "" for none.
-        locality_strength, gating_init: initial α and λ of these layers.
         settings: other arguments of timm's model function, as (name, value).
     """
 
@@ -46,19 +44,13 @@ class TimmConfig:
     num_classes: checks.Natural = setting(1000, "interface")
     in_chans: checks.Natural = setting(3, "interface")
     img_size: checks.ImageSize = setting(224, "interface")
-    gpsa: str | int = ""
-    locality_strength: checks.Positive = setting(STRENGTH, "training")
-    gating_init: checks.Positive = setting(GATING, "training")
     settings: tuple[tuple[str, Scalar], ...] = ()
 
     has_class_token = False  # in the features of the wrapped model
     family = "timm"
     title = "a timm model"
 
-    @property
-    def transform_arguments(self) -> tuple[str | int, float, float]:
-        """Arguments of `transform`: layers, α and λ."""
-        return self.gpsa, self.locality_strength, self.gating_init
+    REMOVED = (("gpsa", ""), ("locality_strength", 7.0), ("gating_init", 1.0))
 
     def __post_init__(self) -> None:
         if not timm.is_model(self.name):
@@ -158,8 +150,6 @@ class TimmModel(ImageClassifier):
             raise UnknownSetting(f"{PREFIX}{config.name}: {error}") from error
         except (AssertionError, LookupError, RuntimeError, ValueError) as error:
             raise UserError(f"{PREFIX}{config.name} cannot be built: {error}") from error
-        if config.gpsa:
-            replace_convolutions(self, *config.transform_arguments)
         width: Any = self.model.num_features
         self.num_features = self.embed_dim = self.head_hidden_size = width
 
@@ -167,7 +157,9 @@ class TimmModel(ImageClassifier):
         """(B, C, H, W) → logits (B, num_classes)."""
         return self.model(x)
 
-    def forward_features(self, x: Tensor) -> Tensor:
+    faster = forward
+
+    def forward_features(self, x: Tensor, maps: list[Tensor] | None = None) -> Tensor:
         """(B, C, H, W) → timm's features, a map or tokens."""
         return self.model.forward_features(x)
 

@@ -17,7 +17,7 @@ from torch import nn
 from locality import checks
 from locality.data import open_data, train_loader
 from locality.data.config import DATASETS, DataConfig
-from locality.layers.cpu import arithmetic_threads
+from locality.machine import arithmetic_threads
 from locality.models import count_macs, count_parameters
 from locality.training.config import ModelConfig, RunConfig, check_places
 from locality.training.devices import autocast, resolve_accelerator

@@ -25,7 +25,7 @@ from locality.data.loader import translate_killed_worker
 from locality.data.validation import verify
 from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError, prefix_errors
 from locality.files import write_atomic
-from locality.layers.cpu import arithmetic_threads
+from locality.machine import arithmetic_threads
 from locality.models import ImageClassifier
 from locality.settings import from_dict, replace
 from locality.training.config import RunConfig, check_folder, check_places, check_same

@@ -29,6 +29,7 @@ from locality.data.datasets import renumber
 from locality.data.loader import translate_killed_worker
 from locality.errors import UserError, prefix_errors, some
 from locality.files import csv_text, read_rows, write_atomic
+from locality.layers import fast
 from locality.models import count_macs
 from locality.training import devices
 from locality.training.config import Precision, read_config
@@ -121,7 +122,7 @@ def evaluate_opened(
         if on_batch is not None:
             on_batch(batch, logits)
 
-    with devices.autocast(device.type, chosen):
+    with devices.autocast(device.type, chosen), fast.switched(model, shortcuts=True):
         result = evaluate(
             model.to(device), loader, device, label_sets=splits.val.label_sets, on_batch=checked
         )

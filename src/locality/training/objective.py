@@ -215,6 +215,7 @@ def load_teacher(
     if place in SOURCES or Path(place).exists():
         opened = open_model(place, variant, config.teacher_entry)
         model, own, names = opened.module(), opened.preprocessing, joinable(opened.classes)
+        model.shortcuts = True
     else:
         model = timm.create_model(name, pretrained=True)
         wanted = timm.data.resolve_model_data_config(model)

@@ -22,7 +22,6 @@ from torch.func import functional_call
 from locality.data import DataSplits
 from locality.errors import UserError
 from locality.layers.block import Block
-from locality.layers.convolution import BatchNorm
 from locality.layers.grid import hidden_width
 from locality.models import ImageClassifier, build
 from locality.training.engine import Training
@@ -109,7 +108,8 @@ def _slice_hidden_units(blocks: dict[str, Block], ratios: Sequence[float]) -> di
     """The weights of each MLP's first hidden units, under the model's parameter names."""
     sliced = {}
     for (name, block), ratio in zip(blocks.items(), ratios, strict=True):
-        first, second = block.mlp.fc1, block.mlp.fc2
+        mlp: Any = block.mlp
+        first, second = mlp.fc1, mlp.fc2
         hidden = hidden_width(first.in_features, ratio)
         sliced[f"{name}.mlp.fc1.weight"] = first.weight[:hidden]
         sliced[f"{name}.mlp.fc1.bias"] = first.bias[:hidden]
@@ -141,7 +141,8 @@ def order_hidden_units(model: ImageClassifier) -> None:
     The importance is Σ|w| over the second layer's weights. The model's function is unchanged.
     """
     for block in blocks_of(model).values():
-        first, second = block.mlp.fc1, block.mlp.fc2
+        mlp: Any = block.mlp
+        first, second = mlp.fc1, mlp.fc2
         order = second.weight.abs().sum(dim=0).argsort(descending=True, stable=True)
         first.weight.copy_(first.weight[order])
         first.bias.copy_(first.bias[order])
@@ -151,7 +152,7 @@ def order_hidden_units(model: ImageClassifier) -> None:
 @torch.no_grad()
 def calibrate(model: ImageClassifier, images: Iterable[Tensor]) -> None:
     """Recompute BatchNorm's running statistics as the mean over batches of training images."""
-    norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     momenta = [norm.momentum for norm in norms]
     model.eval()
     for norm in norms:

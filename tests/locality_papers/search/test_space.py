@@ -73,7 +73,7 @@ def test_cost_is_that_of_the_closed_form(name):
     [
         {"kv_stride": 1, "position": "every"},
         {"projection": ("conv", "linear", "avg"), "qkv_bias": False},
-        {"projection": ("conv", "microsoft_avg", "conv"), "kv_padding": 0},
+        {"projection": ("conv", "avg", "conv"), "kv_padding": 0},
         {"embedding": "patch", "global_pool": "avg", "num_classes": 0, "in_chans": 1},
         {"projection_kernel": 5, "mlp_ratio": (1.3, 2, 0.7), "kv_stride": 3},
         {"img_size": 384},

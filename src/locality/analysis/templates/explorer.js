@@ -33,16 +33,15 @@ function contentScores(head, width, query) {
   return scores;
 }
 
-// softmax(v · (‖δ‖², δ_row, δ_column)) over the keys and their zero padding; returned without the padding.
+// softmax(v · (‖δ‖², δ_row, δ_column)) over the keys.
 function positionalAttention([square, down, right], layer, cell) {
   const along = (axis, linear) => {
-    const place = (cell[axis] - layer.key_offset[axis]) / layer.key_stride[axis], [before, after] = layer.padding;
-    const scores = new Float64Array(before + layer.key_grid[axis] + after);
+    const scores = new Float64Array(layer.key_grid[axis]);
     for (let k = 0; k < scores.length; k++) {
-      const offset = k - before - place;
+      const offset = k - cell[axis];
       scores[k] = (square * offset + linear) * offset;
     }
-    return softmax(scores).subarray(before, before + layer.key_grid[axis]);
+    return softmax(scores);
   };
   const rows = along(0, down), columns = along(1, right);
   return Float64Array.from({ length: rows.length * columns.length },

@@ -1,4 +1,4 @@
-// The forward pass of a DeiT or ConViT, equal to `locality.models.vit`, with all attention maps.
+// The forward pass of a DeiT or ConViT, equal to `locality.models.convit`, with all attention maps.
 //
 // Shapes, row-major in flat arrays:  N tokens · C width · h heads · d = C/h · (H, W) grid of patches
 

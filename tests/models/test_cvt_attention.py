@@ -8,15 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from locality.layers.convolution import (
+from locality.layers.grid import ProjectionName
+from locality.models import StageConfig
+from locality.models.cvt import (
     ConvolutionalAttention,
     ConvolutionalEmbedding,
     Projection,
     image_to_tokens,
     tokens_to_image,
 )
-from locality.layers.grid import ProjectionName
-from locality.models import StageConfig
 
 GRIDS = [(6, 6), (5, 8), (1, 7), (1, 1)]
 
@@ -32,8 +32,7 @@ def randomise_norms(module):
 
 
 def project(projection, x, grid):
-    prefix = x.shape[1] - grid[0] * grid[1]
-    return projection(x, tokens_to_image(x[:, prefix:], grid))
+    return projection(x, tokens_to_image(x[:, int(projection.class_token) :], grid))
 
 
 # The view between tokens and images
@@ -73,7 +72,8 @@ def test_embedding_is_a_convolution_and_a_norm(kernel, stride, padding, size):
 @pytest.mark.parametrize("prefix", [0, 1])
 def test_projection_is_a_depthwise_separable_convolution(grid, stride, kernel, prefix):
     """Depthwise conv → BatchNorm → 1×1 conv; the class token takes only the last step."""
-    projection = randomise_norms(Projection(8, "conv", kernel, stride)).eval()
+    projection = Projection(8, "conv", kernel, stride, class_token=bool(prefix))
+    projection = randomise_norms(projection).eval()
     x = torch.randn(2, prefix + grid[0] * grid[1], 8)
     image = x[:, prefix:].transpose(1, 2).reshape(2, 8, *grid)
     mixed = F.conv2d(image, projection.conv.weight, None, stride, kernel // 2, groups=8)
@@ -95,28 +95,6 @@ def test_average_of_equal_tokens_is_that_token(stride):
     assert out.shape[1] == projection.grid((3, 5))[0] * projection.grid((3, 5))[1]
 
 
-@pytest.mark.parametrize("padding", [0, 1])
-@pytest.mark.parametrize("stride", [1, 2, 3])
-def test_microsofts_average_counts_padding_and_reaches_over_the_border(stride, padding):
-    """Windows start inside the grid or its padding; values outside both do not count."""
-    projection = Projection(1, "microsoft_avg", 3, stride, padding=padding)
-    image = torch.randn(6, 9)
-    rows, columns = projection.grid((6, 9))
-    padded = F.pad(image, (padding,) * 4)
-    expected = [
-        [
-            padded[stride * i : stride * i + 3, stride * j : stride * j + 3].mean()
-            for j in range(columns)
-        ]
-        for i in range(rows)
-    ]
-    mixed = projection.linear_input(image.reshape(1, 54, 1), image[None, None])
-    torch.testing.assert_close(mixed.view(rows, columns), torch.tensor(expected))
-    starts = [(rows - 1) * stride, (columns - 1) * stride]
-    assert starts[0] < 6 + padding and starts[1] < 9 + padding
-    assert starts[0] + 3 >= 6 + 2 * padding and starts[1] + 3 >= 9 + 2 * padding
-
-
 # Attention
 
 
@@ -130,7 +108,7 @@ def attention(**options):
 @pytest.mark.parametrize("kind", get_args(ProjectionName))
 @pytest.mark.parametrize("kv_stride", [1, 2])
 def test_forward_is_the_shown_attention_applied_to_the_values(grid, prefix, kind, kv_stride):
-    layer = attention(projection=kind, kv_stride=kv_stride).eval()
+    layer = attention(projection=kind, kv_stride=kv_stride, class_token=bool(prefix)).eval()
     x = torch.randn(2, prefix + grid[0] * grid[1], 16)
     maps = layer.attention_maps(x, grid)
     values = project(layer.v, x, grid).unflatten(2, (4, 4)).transpose(1, 2)
@@ -140,9 +118,7 @@ def test_forward_is_the_shown_attention_applied_to_the_values(grid, prefix, kind
     assert (maps.query_grid, maps.prefix_tokens) == (grid, prefix)
     assert maps.mixed.shape[-1] == prefix + maps.key_grid[0] * maps.key_grid[1]
     if kind != "linear":
-        more = (side % 2 == 0 and kind == "microsoft_avg" and kv_stride == 2 for side in grid)
-        expected_grid = tuple(-(-side // kv_stride) + m for side, m in zip(grid, more, strict=True))
-        assert maps.key_grid == expected_grid
+        assert maps.key_grid == tuple(-(-side // kv_stride) for side in grid)
 
 
 def test_scales():

@@ -1,45 +1,38 @@
-"""The linear layer gives the same numbers through a convolution."""
+"""Each shortcut computes what it replaces; whole models in tests/models/test_families.py."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from locality.layers import cpu
-from locality.layers.cpu import Linear, attend, linear
+from locality.layers import fast
+from locality.layers.fast import _GatedSum, attend, gated_sum, linear
 
 
 @pytest.fixture
 def through_convolution(monkeypatch):
     """Use the convolution on any processor and for any size."""
-    monkeypatch.setattr(cpu, "_USE_ONEDNN", True)
-    monkeypatch.setattr(cpu, "_MIN_ELEMENTS", 0)
+    monkeypatch.setattr(fast, "_USE_ONEDNN", True)
+    monkeypatch.setattr(fast, "_MIN_ELEMENTS", 0)
 
 
 @pytest.mark.parametrize("shape", [(70, 24), (3, 5, 24), (1, 1, 24), (2, 3, 4, 24)])
-@pytest.mark.parametrize("with_bias", [True, False])
-def test_equals_f_linear_with_its_gradients(through_convolution, shape, with_bias):
-    weight = torch.randn(10, 24)
-    bias = torch.randn(10) if with_bias else None
-    given = [torch.randn(shape), weight, *([bias] if with_bias else [])]
-    ours = [tensor.clone().requires_grad_() for tensor in given]
-    theirs = [tensor.clone().requires_grad_() for tensor in given]
-    out, expected = linear(*ours), F.linear(*theirs)
+@pytest.mark.parametrize("bias", [True, False])
+def test_equals_the_linear_layer_with_its_gradients(through_convolution, shape, bias):
+    layer, x = torch.nn.Linear(24, 10, bias=bias), torch.randn(shape, requires_grad=True)
+    out, expected = linear(layer, x), layer(x)
     torch.testing.assert_close(out, expected)
-    upstream = torch.randn_like(expected)
-    out.backward(upstream)
-    expected.backward(upstream)
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
+    upstream, given = torch.randn_like(expected), [x, *layer.parameters()]
+    ours, theirs = (torch.autograd.grad(y, given, upstream) for y in (out, expected))
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_takes_the_convolution_only_where_it_pays(monkeypatch):
     """Large fp32 inputs on supported processors; F.linear otherwise."""
-    monkeypatch.setattr(cpu, "_USE_ONEDNN", True)
-    weight = torch.randn(8, 64)
+    monkeypatch.setattr(fast, "_USE_ONEDNN", True)
+    layer = torch.nn.Linear(64, 8)
 
     def convolves(x):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            linear(x, weight.to(x.dtype))
+            linear(layer.to(x.dtype), x)
         return any(event.key == "aten::conv2d" for event in profile.key_averages())
 
     large, small = torch.randn(2048, 64), torch.randn(16, 64)
@@ -48,12 +41,20 @@ def test_takes_the_convolution_only_where_it_pays(monkeypatch):
     assert not convolves(large.double())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not convolves(large)
-    monkeypatch.setattr(cpu, "_USE_ONEDNN", False)
+    monkeypatch.setattr(fast, "_USE_ONEDNN", False)
     assert not convolves(large)
 
 
 def test_an_exported_graph_says_linear(through_convolution):
-    graph = torch.export.export(Linear(4, 3), (torch.randn(2, 4),)).graph
+    class Fast(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 3)
+
+        def forward(self, x):
+            return linear(self.layer, x)
+
+    graph = torch.export.export(Fast(), (torch.randn(2, 4),)).graph
     targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
     assert targets == ["aten.linear.default"]
 
@@ -69,3 +70,11 @@ def test_content_attention_is_the_same_by_either_way():
     assert without.dtype == torch.bfloat16 and without.shape == exact.shape
     torch.testing.assert_close(without.float(), exact, rtol=0.05, atol=0.05)
     torch.testing.assert_close(attend(*rough).float(), exact, rtol=0.05, atol=0.05)
+
+
+def test_the_gated_sum_has_the_gradients_of_its_formula():
+    parts = [torch.randn(2, 3, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    gate = torch.rand(3, 1, 1, dtype=torch.float64, requires_grad=True)
+    for function in (gated_sum, _GatedSum.apply):
+        assert torch.autograd.gradcheck(function, (*parts, gate))
+        assert torch.autograd.gradgradcheck(function, (*parts, gate))

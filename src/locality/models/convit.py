@@ -1,0 +1,308 @@
+"""ConViT and DeiT: attention (Eq. 1–7), and the model (Table 1).
+
+A ConViT is a vision transformer whose first blocks have positional attention, after which the class
+token joins (ConViT §3, Fig. 4). Without positional blocks it is a DeiT.
+
+Shapes:  B batch · N = H·W patches, rows first · C embed_dim · h heads · d = C/h head width
+         (H, W) token grid
+
+The forward pass never forms an N×N matrix; `attention_maps` returns it, for inspection.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from locality.layers import fast, position
+from locality.layers.block import (
+    AttentionMaps,
+    Block,
+    make_head,
+    prefix_length,
+    trunc_normal_init_,
+)
+from locality.layers.grid import Grid, check_heads
+from locality.models import base
+from locality.models.base import ImageClassifier
+from locality.models.config import ViTConfig
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention: softmax(QKᵀ/√d) V, heads concatenated and projected (Eq. 1–3).
+
+    Args:
+        dim: token width C.
+        num_heads: number of heads h; divides C.
+        qkv_bias: whether the query, key and value projections have a bias.
+        proj_drop: dropout after the output projection.
+
+    Raises:
+        UserError: if C is not a multiple of the heads.
+    """
+
+    def __init__(
+        self, dim: int, num_heads: int, qkv_bias: bool = False, proj_drop: float = 0.0
+    ) -> None:
+        super().__init__()
+        check_heads(dim, num_heads)
+        self.dim, self.num_heads = dim, num_heads
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.proj = nn.Linear(dim, dim)
+        self.proj_drop = nn.Dropout(proj_drop)
+        trunc_normal_init_(self.qkv)
+        trunc_normal_init_(self.proj)
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        """(B, N, C) → (B, N, C)."""
+        heads = self.mix(*self.split_heads(self.qkv(x)), grid)
+        return self.proj_drop(self.proj(heads.transpose(1, 2).flatten(2)))
+
+    def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, N, 3C) → queries, keys and values, (B, h, N, d) each."""
+        q, k, v = qkv.split(self.dim, dim=-1)
+        q, k, v = (part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in (q, k, v))
+        return q, k, v
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        """Attention times values, (B, h, N, d) → (B, h, N, d)."""
+        return F.scaled_dot_product_attention(q, k, v)  # softmax(QKᵀ/√d) V
+
+    def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
+        """The attention that `forward(x, grid)` uses."""
+        scaled, k, scores = self._content(x)
+        content, prefix = scores.softmax(dim=-1), prefix_length(x.shape[1], grid)
+        return AttentionMaps(content, content, None, None, grid, grid, prefix, scaled, k)
+
+    def _content(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries/√d, keys, and their products, (B, h, N, N)."""
+        q, k, _ = self.split_heads(self.qkv(x))
+        scale = math.sqrt(q.shape[-1])
+        return q / scale, k, q @ k.transpose(-2, -1) / scale
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, num_heads={self.num_heads}"
+
+
+class PositionalSelfAttention(SelfAttention):
+    """Positional self-attention: one softmax over content and position, QKᵀ/√d + v_pos·r (Eq. 4).
+
+    Content is scaled by 1/√d, so that this layer differs from GPSA only in the gate. As in Eq. 5,
+    the convolutional initialisation also sets W_qry and W_key to zero. Attention then stays purely
+    positional, since neither gets a gradient while the other is zero.
+
+    Args:
+        dim, num_heads, qkv_bias, proj_drop: as in `SelfAttention`.
+        locality_strength: α of Eq. 5, how sharply heads focus on their centre at initialisation.
+        conv_init: start as a random convolution (Eq. 5); otherwise v_pos and the values use the
+            default init.
+    """
+
+    keeps_content = False
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        qkv_bias: bool = False,
+        proj_drop: float = 0.0,
+        locality_strength: float = 1.0,
+        conv_init: bool = True,
+    ) -> None:
+        super().__init__(dim, num_heads, qkv_bias, proj_drop)
+        self.v_pos = nn.Parameter(torch.empty(num_heads, 3))
+        nn.init.trunc_normal_(self.v_pos, std=0.02)
+        if conv_init:
+            content, values = self.qkv.weight.detach().split((2 * dim, dim))
+            position.init_random_convolution_(self.v_pos, values, locality_strength)
+            if not self.keeps_content:
+                nn.init.zeros_(content)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        """Eq. 4 times values, (B, h, N, d) → (B, h, N, d) with N = H·W."""
+        return position.attend_jointly(q, k, v, self.v_pos, grid)
+
+    def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
+        """The attention that `forward(x, grid)` uses, and the softmax of each term alone."""
+        scaled, k, scores = self._content(x)
+        content = scores.softmax(dim=-1)
+        positional = position.positional_attention(self.v_pos, grid)
+        mixed = (scores + position.positional_scores(self.v_pos, grid)).softmax(dim=-1)
+        return AttentionMaps(mixed, content, positional, None, grid, grid, 0, scaled, k)
+
+
+class GatedPositionalSelfAttention(PositionalSelfAttention):
+    """Gated positional self-attention (Eq. 6–7).
+
+        A = (1 − σ(λ)) softmax(QKᵀ/√d) + σ(λ) softmax(v_pos·r),   one gate λ per head.
+
+    Both terms have rows that sum to one, so the paper's `normalize` changes nothing.
+
+    Args:
+        dim, num_heads, qkv_bias, proj_drop, locality_strength, conv_init: as in
+            `PositionalSelfAttention`; W_qry and W_key use the default init whatever `conv_init`
+            (§3).
+        gating_init: initial λ of every head (1 in the paper).
+    """
+
+    keeps_content = True
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        qkv_bias: bool = False,
+        proj_drop: float = 0.0,
+        locality_strength: float = 1.0,
+        conv_init: bool = True,
+        gating_init: float = 1.0,
+    ) -> None:
+        super().__init__(dim, num_heads, qkv_bias, proj_drop, locality_strength, conv_init)
+        self.gating = nn.Parameter(torch.full((num_heads,), float(gating_init)))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        """Eq. 7 times values, (B, h, N, d) → (B, h, N, d) with N = H·W."""
+        gate = self.gating.sigmoid().to(v.dtype)[:, None, None]  # σ(λ)
+        content = F.scaled_dot_product_attention(q, k, v)  # softmax(QKᵀ/√d) V
+        positional = position.attend(self.v_pos, v, grid)  # softmax(v_pos·r) V
+        return (1 - gate) * content + gate * positional
+
+    def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
+        """The attention that `forward(x, grid)` uses, and its two parts (Eq. 7 as printed)."""
+        gate = self.gating.sigmoid()[:, None, None]
+        scaled, k, scores = self._content(x)
+        content = scores.softmax(dim=-1)
+        positional = position.positional_attention(self.v_pos, grid)
+        mixed = (1 - gate) * content + gate * positional
+        return AttentionMaps(mixed, content, positional, gate.flatten(), grid, grid, 0, scaled, k)
+
+
+class VisionTransformer(ImageClassifier):
+    """DeiT or ConViT (ConViT Table 1)."""
+
+    config: ViTConfig
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__(config, config.embed_dim)
+        width = config.embed_dim
+        self.patch_embed = nn.Conv2d(
+            config.in_chans, width, kernel_size=config.patch_size, stride=config.patch_size
+        )
+        self.cls_token = base.embedding(1, width) if config.has_class_token else None
+        ((rows, columns),) = config.native_grids
+        entries = rows * columns + config.embed_class_token
+        self.pos_embed = base.embedding(entries, width) if config.use_pos_embed else None
+        # Stochastic depth grows linearly over the blocks.
+        step = config.drop_path_rate / max(1, config.depth - 1)
+        self.blocks = nn.ModuleList(
+            Block(
+                width,
+                make_attention(config, index),
+                mlp_ratio=config.mlp_ratio,
+                proj_drop=config.proj_drop_rate,
+                drop_path=step * index,
+            )
+            for index in range(config.depth)
+        )
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+        self.head_drop = nn.Dropout(config.drop_rate)
+        self.head = make_head(width, config.num_classes)
+
+    def forward_features(self, x: Tensor, maps: list[Tensor] | None = None) -> Tensor:
+        x, grid = self.embed(x)
+        for index, block in enumerate(self.blocks):
+            x = block(self.join_class_token(x, index), grid)
+            if maps is not None:
+                maps.append(x)
+        return self.norm(x)
+
+    faster_features = fast.vit
+
+    def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
+        """(B, C_in, H_in, W_in) → embedded patches, (B, N, C), and their grid."""
+        grid = self.token_grids(x)[0]
+        # Contiguous, so that no later residual sum works on strided memory.
+        x = self.patch_embed(x).flatten(2).transpose(1, 2).contiguous()
+        if self.config.embed_class_token and self.cls_token is not None:
+            x = base.prepend_class_token(self.cls_token, x)
+        if self.pos_embed is not None:
+            (native_grid,) = self.config.native_grids
+            prefix = int(self.config.embed_class_token)
+            x = x + base.position_embedding(self.pos_embed, native_grid, grid, prefix)
+        return x, grid
+
+    def join_class_token(self, x: Tensor, index: int) -> Tensor:
+        """The input of block `index`: the class token joins after the positional blocks."""
+        joins = index == self.config.gpsa_layers and not self.config.embed_class_token
+        if joins and self.cls_token is not None:
+            return base.prepend_class_token(self.cls_token, x)
+        return x
+
+    def truncate(self, maps: int) -> dict[str, Any]:
+        config = self.config
+        token = config.has_class_token and config.gpsa_layers < maps
+        self.blocks = self.blocks[:maps]
+        if not token:
+            self.cls_token = None
+        return {
+            "depth": maps,
+            "gpsa_layers": min(config.gpsa_layers, maps),
+            "drop_path_rate": config.drop_path_rate * (maps - 1) / max(1, config.depth - 1),
+            "class_token": token,
+        }
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        return {
+            "stem": r"^cls_token|^pos_embed|^patch_embed",
+            "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
+        }
+
+    @property
+    def feature_info(self) -> list[dict[str, Any]]:
+        """One map per block, all on the patch grid."""
+        width, reduction = self.num_features, self.config.patch_size
+        return [
+            {"num_chs": width, "reduction": reduction, "module": f"blocks.{index}"}
+            for index in range(self.config.depth)
+        ]
+
+
+def _gpsa(c: ViTConfig) -> SelfAttention:
+    layer = GatedPositionalSelfAttention(
+        c.embed_dim,
+        c.num_heads,
+        c.qkv_bias,
+        c.proj_drop_rate,
+        c.locality_strength,
+        c.conv_init,
+        c.gating_init,
+    )
+    layer.gating.requires_grad_(not c.freeze_gating)
+    return layer
+
+
+def _psa(c: ViTConfig) -> SelfAttention:
+    return PositionalSelfAttention(
+        c.embed_dim, c.num_heads, c.qkv_bias, c.proj_drop_rate, c.locality_strength, c.conv_init
+    )
+
+
+# Attention of the first blocks by name. To add one, write a class, a row here, and a name in
+# `PositionalAttention` of `models/config.py`; see docs/architecture.md.
+POSITIONAL: dict[str, Callable[[ViTConfig], SelfAttention]] = {"gpsa": _gpsa, "psa": _psa}
+
+
+def make_attention(config: ViTConfig, index: int) -> SelfAttention:
+    """The attention layer of block `index`."""
+    if index >= config.gpsa_layers:
+        return SelfAttention(
+            config.embed_dim, config.num_heads, config.qkv_bias, config.proj_drop_rate
+        )
+    layer = POSITIONAL[config.positional_attention](config)
+    return layer.requires_grad_(False) if config.freeze_gpsa else layer
