@@ -10,7 +10,7 @@ from locality.analysis import measures
 from locality.analysis.measures import measure_model
 from locality.analysis.taps import capture
 from locality.errors import UserError
-from locality.models import ConvolutionalAttention, GatedPositionalSelfAttention, build
+from locality.models import ConvolutionalAttention, build
 
 
 def test_record_is_the_mean_and_deviation_over_images(convit, images):
@@ -42,18 +42,6 @@ def test_record_survives_json_and_has_no_nan(convit, images):
     assert json.loads(json.dumps(record, allow_nan=False)) == record
     assert record["layers"][0]["centres"][1] == [None, None]
     assert record["layers"][0]["spans"][1] is None
-
-
-@pytest.mark.parametrize("stride", [1, 2])
-def test_attention_in_place_of_an_unpadded_convolution_is_where_it_was(stride):
-    convolution = torch.nn.Conv2d(2, 3, 3, stride)
-    model = GatedPositionalSelfAttention.from_conv2d(convolution, 50.0, 50.0)
-    with torch.no_grad():
-        maps = model.attention_maps(torch.randn(1, 49, 2), (7, 7))
-    places = (maps.query_grid, maps.key_grid, 0, maps.key_stride, maps.key_offset)
-    found = measures.nonlocality(maps.mixed, *places)[0, :-1]  # the last head cancels others
-    corners = [math.hypot(i, j) / stride for i in (-1, 0, 1) for j in (-1, 0, 1)]
-    assert sorted(found.tolist()) == pytest.approx(sorted(corners), abs=1e-3)
 
 
 def test_keys_without_padding_are_centred_on_their_windows():

@@ -23,10 +23,15 @@ MODELS = {
 }
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(
+    params=[(name, shortcuts) for name in MODELS for shortcuts in (False, True)], ids=str
+)
 def model(request):
+    name, shortcuts = request.param
     torch.manual_seed(0)
-    return build(request.param, num_classes=10, drop_path_rate=0.0, **MODELS[request.param])
+    built = build(name, num_classes=10, drop_path_rate=0.0, **MODELS[name])
+    built.shortcuts = shortcuts
+    return built
 
 
 @pytest.fixture(autouse=True)

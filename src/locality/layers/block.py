@@ -94,16 +94,16 @@ def run(block: Any, function: Callable[..., Tensor], *args: Any) -> Tensor:
 
 @contextlib.contextmanager
 def _frozen_statistics(block: nn.Module) -> Iterator[None]:
-    """Context manager: BatchNorm normalises by its batch, and its running statistics stay."""
+    """Context manager: BatchNorm updates copies of its running statistics."""
     norms = [module for module in block.modules() if isinstance(module, nn.BatchNorm2d)]
-    tracked = [norm.track_running_stats for norm in norms]
+    own = [(norm, name, buffer) for norm in norms for name, buffer in norm.named_buffers()]
     try:
-        for norm in norms:
-            norm.track_running_stats = False
+        for norm, name, buffer in own:
+            setattr(norm, name, buffer.clone())
         yield
     finally:
-        for norm, before in zip(norms, tracked, strict=True):
-            norm.track_running_stats = before
+        for norm, name, buffer in own:
+            setattr(norm, name, buffer)
 
 
 @dataclass(frozen=True)
