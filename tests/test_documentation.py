@@ -1,6 +1,7 @@
 """Run the commands and Python snippets of the pages.
 
-A page's snippets run in order in a folder with a reader's files. Comments above a block skip it:
+A page's snippets run in order in a folder with a reader's files, each of Python in a fresh
+interpreter. Comments above a block skip it:
 `<!-- not run: why -->` for the whole block, `<!-- not run (words): why -->` for lines with these
 words. Training is cut to two steps; long experiments are only planned.
 """
@@ -11,17 +12,18 @@ import glob
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import save_file
 
 from locality import create_model, save
-from locality.checkpoints import convert, export
+from locality.checkpoints import convert
 from locality.cli import main
 from locality.training import train
 from locality_papers import specs
@@ -72,7 +74,7 @@ def readers_folder(tmp_path_factory, class_folders) -> Path:
     counts = {"train/cat": 8, "train/dog": 8, "val/cat": 8, "val/dog": 8}
     class_folders(folder / "photos", counts, size=(72, 80))
     shutil.copy(folder / "photos/train/cat/000.png", folder / "photo.jpg")
-    train(tiny_config(), folder / "runs/mine", quiet=True)
+    train(tiny_config(schedule__snapshot_every=1), folder / "runs/mine", quiet=True)
     # Public weights where `locality` looks first, named as in the pages.
     public = folder / "home/weights"
     public.mkdir(parents=True)
@@ -98,6 +100,7 @@ def workplace(readers_folder, tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("LOCALITY_HOME", str(folder / "home"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # for the snippets' own processes
     return folder
 
 
@@ -134,38 +137,15 @@ def shortened(words: list[str]) -> list[str]:
     return words
 
 
-def given(page: Path, folder: Path) -> dict[str, object]:
-    """Names that the pages' Python uses without defining."""
-    model = create_model("convit_nano", depth=6, gpsa_layers=5, img_size=224, patch_size=32).eval()
-    images = torch.randn(2, 3, 224, 224)
-    if "mine.pt2" in page.read_text():
-        export(model, folder / "mine.pt2", "torch-export")
-    observed = folder / "runs/with-snapshots"
-    if "measure_trajectory(folder" in page.read_text():
-        train(tiny_config(schedule__snapshot_every=1), observed, quiet=True)
-    return {
-        "torch": torch,
-        "train": train,
-        "model": model,
-        "images": images,
-        "batch": images.numpy(),
-        "image": Image.open(folder / "photo.jpg"),
-        "names": [f"class {number}" for number in range(10)],
-        "result": {"top1": 97.0},
-        "config": tiny_config(),
-        "folder": observed,
-    }
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_snippets_run(page, workplace, monkeypatch, capsys):
     monkeypatch.setattr(specs, "REGISTRY", dict(specs.REGISTRY))
-    names = given(page, workplace)
     for snippet in snippets(page):
         if snippet.language == "python":
             source = "\n".join(snippet.to_run())
-            exec(compile(source, snippet.place, "exec"), names)
+            done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+            assert done.returncode == 0, f"{snippet.place}: {done.stderr}"
         elif snippet.language == "sh":
             for words in commands(snippet):
                 assert words[0] == "locality", f"{snippet.place}: {words}"
