@@ -37,10 +37,10 @@ from locality.checkpoints.run_state import CheckpointFolder, DamagedCheckpoint, 
 from locality.errors import Interrupted
 from locality.files import write_atomic
 from locality.machine import describe_environment
+from locality.runs import RunFolder
 from locality.training import RunConfig, recipe, replace, train
 from locality.training.loop import Loop
 from locality.training.resolved_run import ResolvedRun
-from locality.training.run_folder import RunFolder
 
 PHASES = ("step", "evaluate", "save")
 SIGNALS = {each.name: each for each in (signal.SIGKILL, signal.SIGTERM)}

@@ -40,7 +40,7 @@ def make_loop(fabric: Fabric, model: str, folder: Path, steps: int) -> Loop:
     config = replace(recipe("digits", {"model.name": model}), changes)
     resolved = ResolvedRun(config)
     run = RunFolder(folder)
-    run.prepare(config)
+    run.checkpoints.mkdir(parents=True)
     parts = Components(fabric, resolved, build_model(config, len(resolved.splits.classes)))
     state = TrainState()
     recorder = Recorder(run, resolved, state, quiet=True)

@@ -26,6 +26,8 @@ ORDER = [
     "training",
     "timm",
     "checkpoints",
+    "runs",
+    "predictions",
     "data",
     "models",
     "layers",

@@ -23,7 +23,7 @@ from typing import IO, Any, TypeVar
 import yaml
 
 from locality import checks
-from locality.errors import UserError, wrap_errors
+from locality.errors import UserError, near, wrap_errors
 
 # Hundreds of times the size of this library's own files; YAML is slower to read.
 LARGEST_TEXT = 16 << 20
@@ -57,6 +57,14 @@ for _tag, _form in {
     _Loader.add_implicit_resolver(
         f"tag:yaml.org,2002:{_tag}", re.compile(_form), list("-+.0123456789")
     )
+
+
+def missing(path: Path) -> FileNotFoundError:
+    """The error for a path that does not exist, suggesting the nearest names."""
+    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    hint = " or ".join(str(path.parent / other) for other in near(path.name, beside))
+    suggestion = f"; did you mean {hint}?" if hint else ""
+    return FileNotFoundError(f"file or folder {path} does not exist{suggestion}")
 
 
 def open_file(path: Path | str | os.PathLike[str], most: int | None = None) -> io.BufferedReader:

@@ -34,7 +34,9 @@ from locality.figures import charts
 from locality.figures.style import figure_bytes
 from locality.models import ImageClassifier
 from locality.report import build_report
-from locality.training import RunFolder, evaluate_run
+from locality.runs import RunFolder
+from locality.training import evaluate_run
+from locality.training.config import read_config
 
 
 @dataclass(frozen=True, repr=False)
@@ -100,7 +102,7 @@ class TrainedRun:
             OSError, UserError: if an image cannot be read.
         """
         checks.integer("top", top, 1)
-        decoding = RunFolder(self.folder).read_config().data.decoding
+        decoding = read_config(self.folder).data.decoding
         if isinstance(images, (str, Path)):
             files = list(image_files([str(images)]))
             if len(files) != 1 or Path(images).is_dir():

@@ -27,12 +27,12 @@ from locality.data.config import DATASETS
 from locality.errors import UserError
 from locality.files import read_json, write_atomic
 from locality.runner.runs import Run
+from locality.runs import RunFolder
 from locality.training.config import RunConfig, ScheduleConfig
 from locality.training.cost import image_counts
 from locality.training.devices import resolve_accelerator
 from locality.training.evaluation import evaluate_opened
 from locality.training.optim import make_plan
-from locality.training.run_folder import RunFolder
 
 NOT_RUN = "not run yet"
 

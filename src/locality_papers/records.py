@@ -15,7 +15,7 @@ from typing import Any
 from locality import __version__
 from locality.analysis.statistics import mean_curve
 from locality.runner.runs import Run
-from locality.training.run_folder import RunFolder
+from locality.runs import RunFolder
 from locality_papers.measures import EMPTY, Failures, Quantity, Values, why_missing
 from locality_papers.published import PUBLISHED, as_computed
 from locality_papers.scales import Scale

@@ -12,7 +12,8 @@ import pytest
 from locality.checkpoints.run_state import LAST, PREVIOUS
 from locality.cli import main
 from locality.runner.executors import execute
-from locality.training import run_folder
+from locality.runs import FolderLock
+from locality.training import folder_checks
 from locality.training.loop import Loop
 
 from ..conftest import write_classes, write_image
@@ -81,7 +82,7 @@ def other_classes(run: Path, _: object) -> None:
 
 
 def held(run: Path, request: pytest.FixtureRequest) -> None:
-    lock = run_folder.FolderLock(run / "lock")
+    lock = FolderLock(run / "lock")
     lock.acquire()
     request.addfinalizer(lambda: lock.release())
 
@@ -89,7 +90,7 @@ def held(run: Path, request: pytest.FixtureRequest) -> None:
 def without_space(run: Path, request: pytest.FixtureRequest) -> None:
     patched = request.getfixturevalue("monkeypatch")
     usage = shutil.disk_usage("/")._replace(free=0)
-    patched.setattr(run_folder.shutil, "disk_usage", lambda _: usage)
+    patched.setattr(folder_checks.shutil, "disk_usage", lambda _: usage)
 
 
 def nothing(run: Path, _: object) -> None:
@@ -152,6 +153,18 @@ def test_folders_of_one_name_have_their_own_runs(prepared, tmp_path, monkeypatch
         shutil.copytree(prepared / name, Path("sets", name))
         cli("train", f"sets/{name}/train", "--steps=2", *SMALL)
     assert len({*Path("runs/photos").iterdir()}) == 2
+
+
+def test_a_run_of_another_folder_says_where_its_images_were(run, tmp_path, monkeypatch, cli):
+    if run.joinpath("result.json").exists():
+        started, here = Path.cwd(), tmp_path / "elsewhere"
+        here.mkdir()
+        monkeypatch.chdir(here)
+        for words in (["eval"], ["explore"], ["report", "--record"], ["train", "--resume"]):
+            flags = [word for word in words[1:] if word.startswith("--")]
+            said = cli(words[0], *flags, started / "run", code=1 if "report" in words else 2).err
+            assert "'photos'" in said and str(started) in said and "--data.root" in said, words
+        assert "top-1" in cli("eval", started / "run", "--data.root", started / "photos").out
 
 
 def test_a_refused_comparison_is_unchanged(prepared, tmp_path, monkeypatch, cli):

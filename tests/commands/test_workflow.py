@@ -19,6 +19,7 @@ from locality.commands.train import read_run
 from locality.errors import UserError
 from locality.files import read_rows
 from locality.training import RECIPES, RunConfig, RunFolder, recipe
+from locality.training.config import read_config
 
 from ..conftest import SHORT_WORDS
 
@@ -285,7 +286,7 @@ def test_a_run_goes_on_with_its_own_settings(tmp_path, cli):
     cli("train", "--resume", folder, "--data.workers=1")
     refused = cli("train", "--resume", folder, "--schedule.steps=6", "--quiet", code=2).err
     cli("train", *shlex.split(refused.split("locality train ")[1]))
-    longer = RunFolder(f"{folder}-longer").read_config()
+    longer = read_config(f"{folder}-longer")
     assert (longer.seed, longer.schedule.steps, longer.model.weights) == (3, 6, str(folder))
 
 
@@ -306,7 +307,7 @@ def test_images_that_are_not_square_from_training_to_fine_tuning(tmp_path, class
     cli("convert", runs[0], tmp_path / "saved")
     cli("finetune", photos, *short, "--from", tmp_path / "saved", "--output", runs[1])
     for run in runs:
-        assert RunFolder(run).read_config().model.img_size == (16, 32)
+        assert read_config(run).model.img_size == (16, 32)
     found = cli("eval", runs[1], "--img_size", "[32,32]", "--json").out
     assert json.loads(found)["n"] == 4
 

@@ -14,9 +14,9 @@ from locality.analysis.measures import measure_model
 from locality.analysis.pictures import Sample, capture_pictures, save_pictures
 from locality.data import ArraySource
 from locality.models import build, count_parameters
+from locality.runs import RunFolder
 from locality.training.config import RunConfig
 from locality.training.evaluation import PredictionCollector
-from locality.training.run_folder import RunFolder
 
 ACCURACY = {("convit_nano", 0.05): 69.0, ("deit_nano", 0.05): 45.0}
 ACCURACY |= {("convit_nano", 1.0): 95.5, ("deit_nano", 1.0): 90.5, ("cvt_nano", 1.0): 80.0}
@@ -29,7 +29,7 @@ def keep_predictions(folder, labels, logits):
     collector = PredictionCollector(len(labels), torch.device("cpu"))
     collector(batch, torch.as_tensor(logits).float())
     run = RunFolder(folder)
-    collector.write(run.predictions_file, images, run.classes())
+    collector.predictions(images, run.classes()).write(run.predictions_file)
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from locality.analysis.recording import record
+from locality.predictions import Predictions
 from locality.report import build_report
 from locality.training import RunFolder, evaluate_run, train
-from locality.training.evaluation import Predictions
 
 
 def planted(images=200, first=3, second=8):

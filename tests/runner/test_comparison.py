@@ -20,8 +20,8 @@ from locality.runner.comparison import (
     train_and_tidy,
 )
 from locality.runner.executors import run_all
+from locality.runs import RunFolder
 from locality.settings import differences
-from locality.training.run_folder import RunFolder
 
 MODELS = ("convit_nano", "timm/test_resnet")
 
@@ -75,7 +75,7 @@ def test_folds_evaluate_every_image_once(photos, tmp_path, here):
     for model in range(2):
         parts = [RunFolder(run.folder).predictions().paths for run in runs[model::2]]
         assert len(set(parts[0]) | set(parts[1])) == sum(map(len, parts)) == 24
-    weights = [RunFolder(run.folder).checkpoints.path / "previous.ckpt" for run in runs]
+    weights = [RunFolder(run.folder).checkpoints / "previous.ckpt" for run in runs]
     assert not any(path.exists() for path in weights)
     found = measure_inference(runs, tmp_path)
     assert found.keys() == set(MODELS) and found == measure_inference(runs, tmp_path)

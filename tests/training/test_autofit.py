@@ -12,6 +12,7 @@ from locality.commands.train import read_run
 from locality.errors import UserError
 from locality.training import RunFolder
 from locality.training.autofit import SIZES, autofit, image_size, sized
+from locality.training.config import read_config
 from locality.training.evaluation import evaluate_run
 from locality.training.model import settings_from_weights
 from locality.training.recipes import recipe as named_recipe
@@ -75,7 +76,7 @@ def test_one_word_trains_and_the_same_word_goes_on(tmp_path, monkeypatch, capsys
     assert main(words) == 0
     assert "chance 50.0%" in capsys.readouterr().err
     folder = Path("runs/photos/photos-0.1min-s0")
-    config, result = RunFolder(folder).read_config(), RunFolder(folder).read_result() or {}
+    config, result = read_config(folder), RunFolder(folder).read_result() or {}
     assert evaluate_run(folder)["top1"] == pytest.approx(result["top1"])
     assert (config.recipe, config.data.exif) == ("photos", True)
     assert main(words) == 0

@@ -25,6 +25,7 @@ from locality.training import (
     recipe,
     replace,
 )
+from locality.training.config import read_config
 from locality.training.optim import UNDECIDED, create_schedule, make_plan
 
 from .conftest import assert_same_run, tiny, train, train_interrupted
@@ -37,7 +38,7 @@ def timed(**changes: object) -> RunConfig:
 
 
 def decided(folder: Path) -> tuple[int, int]:
-    decay = RunFolder(folder).read_config().schedule.decay
+    decay = read_config(folder).schedule.decay
     assert decay is not None
     return decay
 
@@ -79,7 +80,7 @@ def test_a_run_takes_its_minutes_and_can_be_repeated(tmp_path, slow_clock):
     assert 0.02 * 60 / 3 * 0.8 < seconds < 0.02 * 60 / 3  # a third of a step's looks
     first, last = decided(tmp_path / "run")
     assert 0 < first < last == (RunFolder(tmp_path / "run").read_result() or {})["steps"]
-    repeated = RunFolder(tmp_path / "run").read_config()
+    repeated = read_config(tmp_path / "run")
     train(repeated, tmp_path / "again")
     assert_same_run(tmp_path / "run", tmp_path / "again")
 
@@ -137,7 +138,7 @@ def test_killed_at_ten_random_moments(tmp_path, monkeypatch):
         child.wait()
         kills += 1
     subprocess.run(words, check=True)
-    whole = RunFolder(tmp_path / "run").read_config()
+    whole = read_config(tmp_path / "run")
     train(whole, tmp_path / "whole")
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from locality.errors import RunFailed, UserError
-from locality.training.run_folder import FolderLock
+from locality.runs import FolderLock
 
 from .conftest import tiny, train
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from locality.training.run_folder import FolderLock
+from locality.runs import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 lock.acquire()
 worker = os.fork()

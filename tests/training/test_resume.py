@@ -15,6 +15,7 @@ from locality import training
 from locality.checkpoints.run_state import load_best_state
 from locality.errors import Interrupted, UserError
 from locality.training import RunConfig, RunFolder, devices, replace, state
+from locality.training.config import read_config
 from locality.training.loop import Loop
 
 from .conftest import EVERYTHING, assert_same_run, tiny, train, train_interrupted
@@ -183,7 +184,7 @@ def test_a_configuration_that_is_not_the_checkpoints_is_refused(tmp_path, interr
         text.replace("lr: 0.0062", "lr: 0.001").replace("clip_grad: null", "clip_grad: 1")
     )
     with pytest.raises(UserError, match=r"config\.yaml.*optim\.lr"):
-        train(run.read_config(), tmp_path / "run")
+        train(read_config(run.path), tmp_path / "run")
     # Settings that may differ on resuming may be edited.
     run.config_file.write_text(text.replace("workers: 0", "workers: 1"))
-    assert train(run.read_config(), tmp_path / "run")["steps"] == STEPS
+    assert train(read_config(run.path), tmp_path / "run")["steps"] == STEPS

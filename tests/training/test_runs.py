@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file
 
 from locality.checkpoints import save
-from locality.checkpoints.registry import is_run_folder
 from locality.checkpoints.run_state import load_best_state
 from locality.errors import UserError
-from locality.settings import from_yaml
+from locality.runs import is_run_folder
+from locality.settings import from_yaml, to_yaml
 from locality.training import RunFolder, evaluate_run, initial_model, load_run
 from locality.training import train as train_run
-from locality.training.config import check_folder
 from locality.training.devices import resolve_accelerator
+from locality.training.folder_checks import check_folder
 from locality.training.model import build_model, initialize_model
 from locality.training.recorder import Recorder
 from locality.training.resolved_run import ResolvedRun
@@ -165,11 +165,11 @@ def test_a_resumed_run_no_longer_needs_the_weights_it_started_from(tmp_path, int
 def test_a_path_in_other_words_is_the_same_configuration(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = RunFolder(tmp_path / "run")
-    run.prepare(tiny(model__weights="donor"))
+    run.path.mkdir()
+    run.config_file.write_text(to_yaml(tiny(model__weights="donor")))
     check_folder(run.path, tiny(model__weights=str(tmp_path / "donor")))
     with pytest.raises(UserError, match=r"model\.weights"):
         check_folder(run.path, tiny(model__weights="other"))
-    run.lock.release()
 
 
 def test_time_of_a_resumed_run_is_that_of_all_its_steps(tmp_path):

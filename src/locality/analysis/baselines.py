@@ -25,9 +25,9 @@ from locality.data.config import InputConfig
 from locality.data.sources import ImageSource
 from locality.errors import UserError
 from locality.files import read_shaped
-from locality.training.config import RunConfig
+from locality.runs import RunFolder
+from locality.training.config import RunConfig, read_config
 from locality.training.model import meta_model
-from locality.training.run_folder import RunFolder
 
 MAX_SIDE = 32
 """Larger images are resized so that their longer side has this many pixels."""
@@ -138,7 +138,7 @@ def record_baselines(
     known = {} if known is None else known
     for run in map(RunFolder, folders):
         if not (run.path / BASELINES).exists():
-            record = _record(run.read_config(), known, run.classes())
+            record = _record(read_config(run.path), known, run.classes())
             run.write_json(run.path / BASELINES, record)
 
 

@@ -34,7 +34,7 @@ from locality.errors import UserError, wrap_errors
 from locality.files import open_file, parse_json, write_atomic
 from locality.layers.grid import Grid
 from locality.training.config import RunConfig
-from locality.training.run_folder import RunFolder
+from locality.training.model import open_run_data
 
 Array = npt.NDArray[Any]
 
@@ -107,9 +107,7 @@ def sample_at(
 
 def run_images(run: str, count: int) -> list[tuple[str, str, Image.Image]]:
     """The first validation images of a run, round robin over classes: (file name, class, image)."""
-    folder = RunFolder(run)
-    config = folder.read_config()
-    splits = open_data(config.data, config.seed, folder.classes())
+    splits = open_run_data(run)
     return [
         (short_name(splits.val.describe(index)), label, image)
         for index, label, image in validation_images(splits, count)

@@ -18,17 +18,17 @@ from locality.analysis.baselines import record_baselines
 from locality.analysis.measures import Record, measure_model
 from locality.analysis.pictures import capture_pictures, sample, sample_at, save_pictures
 from locality.analysis.taps import capture
-from locality.data import DataSplits, open_data
+from locality.data import DataSplits
 from locality.data.config import InputConfig
 from locality.errors import UserError, one_line
 from locality.files import read_shaped, write_atomic
 from locality.models import ImageClassifier
-from locality.training.config import RunConfig
+from locality.runs import RunFolder
+from locality.training.config import RunConfig, read_config
 from locality.training.devices import resolve_accelerator
 from locality.training.evaluation import PredictionCollector, evaluate_run
-from locality.training.model import initial_model, load_run, meta_model
+from locality.training.model import initial_model, load_run, meta_model, open_run_data
 from locality.training.optim import make_plan
-from locality.training.run_folder import RunFolder
 
 MEASURES = "measures.json"
 PICTURES = "attention.npz"
@@ -66,7 +66,7 @@ def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
     if run.read_result() is None:
         raise UserError(f"the run in {folder} has not finished: it has no result.json")
     model, config = load_run(folder)
-    splits = open_data(config.data, config.seed, run.classes())
+    splits = open_run_data(folder)
     preprocessing = config.input.at(model.img_size)
     few = sample(splits.val, preprocessing, pictures, splits.classes)
     save_pictures(capture_pictures(model, few), run.path / PICTURES)
@@ -89,7 +89,7 @@ def _record_mistakes(
     if not run.predictions_file.exists():
         collector = PredictionCollector(len(splits.val), torch.device("cpu"))
         evaluate_run(run.path, splits=splits, on_batch=collector)
-        collector.write(run.predictions_file, splits.val, splits.classes)
+        collector.predictions(splits.val, splits.classes).write(run.predictions_file)
     predictions = run.predictions()
     wrong = predictions.indices[predictions.mistakes(MAX_MISTAKES)]
     if len(wrong):
@@ -167,8 +167,8 @@ def measure_trajectory(folder: Path | str, images: int = 256) -> Record:
             f"run folder {folder} has no snapshots to measure attention over training; train with "
             f"--schedule.snapshot_every"
         )
-    config = run.read_config()
-    splits = open_data(config.data, config.seed, run.classes())
+    config = read_config(folder)
+    splits = open_run_data(folder)
     device = torch.device(resolve_accelerator("auto"))
     model = initial_model(folder).to(device)
     plan = make_plan(config, len(splits.train))

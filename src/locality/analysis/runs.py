@@ -17,14 +17,13 @@ from locality.analysis.baselines import below, read_baselines
 from locality.analysis.pictures import Pictures, load_pictures
 from locality.analysis.recording import MEASURES, PICTURES
 from locality.analysis.statistics import Estimate, estimate, paired_difference
-from locality.checkpoints.registry import read_run_settings
 from locality.data.folder import place_name
 from locality.errors import UserError, some
 from locality.files import read_shaped
 from locality.models.variants import FAMILY_NAMES, VARIANTS, family_of
+from locality.runs import RunFolder, run_folders
 from locality.settings import flatten, with_role
-from locality.training.config import RunConfig, run_folders
-from locality.training.run_folder import RunFolder
+from locality.training.config import RunConfig
 
 _MAX_SETTINGS = 3  # in the label of a group
 # Settings in which runs of one group may differ: seed, amount of data, and how it was computed.
@@ -108,9 +107,8 @@ def read_runs(folders: Iterable[Path | str]) -> list[RecordedRun]:
         FileNotFoundError: a folder does not exist.
         UserError: a folder contains no run, or a configuration cannot be read.
     """
-    return [
-        RecordedRun(folder, read_run_settings(folder, _CONFIG)) for folder in run_folders(folders)
-    ]
+    runs = map(RunFolder, run_folders(folders))
+    return [RecordedRun(run.path, run.read_settings(_CONFIG)) for run in runs]
 
 
 @dataclass(frozen=True)

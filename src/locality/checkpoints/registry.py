@@ -8,24 +8,21 @@ loaded by `create_model(model, pretrained=True)`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from locality import checks
 from locality.data.config import Preprocessing
-from locality.errors import UserError, lookup, near, unknown
+from locality.errors import UserError, lookup, unknown
 from locality.files import (
     check_output,
     check_output_folder,
     check_parent,
-    parse_json,
-    read_shaped,
-    read_text,
+    missing,
     read_yaml,
 )
 from locality.models.variants import PREFIX, VARIANTS
+from locality.runs import is_run_folder
 from locality.settings import from_dict
 
 FORMAT = "locality"
@@ -93,68 +90,6 @@ def source(name: str) -> Source:
     return first.get(name) or lookup("public weights", name, SOURCES)
 
 
-def is_run_folder(path: Path | str) -> bool:
-    """Whether a path is a folder with a config.yaml."""
-    return (Path(path) / "config.yaml").is_file()
-
-
-def read_run_settings(folder: Path, wanted: Mapping[str, Any] = {}) -> dict[str, Any]:
-    """The content of a run's config.yaml, of any version.
-
-    Args:
-        folder: the run folder.
-        wanted: the expected fields, as in `checks.shaped`.
-
-    Raises:
-        UserError: if there is no config.yaml, or it has other content.
-    """
-    file = folder / "config.yaml"
-    try:
-        content = read_yaml(file)
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{folder} is not a run folder: it has no config.yaml") from None
-    checks.shaped(str(file), content, dict(wanted))
-    model = content.get("model") if isinstance(content, dict) else None
-    if isinstance(model, dict) and isinstance(model.get("overrides"), dict):
-        model |= model.pop("overrides")  # earlier versions kept the architecture's settings here
-    return content
-
-
-# The fields of a run's result.json that are read elsewhere.
-_RESULT = dict.fromkeys(("top1", "parameters", "train_images", "val_images", "steps"), float)
-_ALSO = {"model?": str, "dataset?": str} | dict.fromkeys(
-    ("top5?", "best_step?", "macs?", "seconds?", "images_per_second?"), float
-)
-
-
-def read_result(folder: Path | str, whole: bool = False) -> dict[str, Any] | None:
-    """The content of result.json in a folder, or None if it does not exist.
-
-    Args:
-        folder: the folder.
-        whole: require all fields of a training run's result.
-
-    Raises:
-        UserError: if it has other content.
-    """
-    shape = _RESULT if whole else {f"{name}?": kind for name, kind in _RESULT.items()}
-    return read_shaped(Path(folder) / "result.json", shape | _ALSO)
-
-
-def read_class_names(folder: Path | str) -> list[str]:
-    """The class names of a run, in the order of the logits.
-
-    Raises:
-        UserError: if the run has not opened its data yet, or the file is not a list of names.
-    """
-    path = Path(folder) / "classes.json"
-    if not path.exists():
-        raise UserError(f"run folder {folder} has no classes.json: the run never started")
-    names = parse_json(read_text(path), str(path))
-    checks.shaped(str(path), names, [str])
-    return names
-
-
 def detect_kind(what: Path | str, entry: str | None = None) -> Kind:
     """The kind of source that a path or name refers to.
 
@@ -217,14 +152,6 @@ def _kind(what: Path | str) -> Kind:
     if is_file or local or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         raise missing(path)
     return "hub"
-
-
-def missing(path: Path) -> FileNotFoundError:
-    """The error for a path that does not exist, suggesting the nearest names."""
-    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    hint = " or ".join(str(path.parent / other) for other in near(path.name, beside))
-    suggestion = f"; did you mean {hint}?" if hint else ""
-    return FileNotFoundError(f"file or folder {path} does not exist{suggestion}")
 
 
 def weight_file(folder: Path) -> Path:

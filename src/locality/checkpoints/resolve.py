@@ -31,9 +31,6 @@ from locality.checkpoints.registry import (
     Source,
     check_no_entry,
     detect_kind,
-    read_class_names,
-    read_result,
-    read_run_settings,
     source,
     weight_file,
 )
@@ -45,6 +42,7 @@ from locality.files import parse_json, read_json
 from locality.models.config import signature_diff
 from locality.models.factory import TimmConfig, named, offline_unless_reachable, published
 from locality.models.variants import identify
+from locality.runs import RunFolder
 from locality.settings import from_dict
 
 _log = logging.getLogger("locality")
@@ -118,8 +116,9 @@ def _from_run(folder: Path) -> Checkpoint:
     Uses the averaged weights if the run has them, since those are evaluated.
     """
     wanted = {"model": {"name": str, "overrides?": dict}, "input?": dict, "data": dict}
-    state, content = load_best_state(folder), read_run_settings(folder, wanted)
-    classes, result = read_class_names(folder), read_result(folder)
+    run = RunFolder(folder)
+    state, content = load_best_state(folder), run.read_settings(wanted)
+    classes, result = run.classes(), run.read_result()
     with prefix_errors(f"run folder {folder}"):
         fields = {key: value for key, value in content["model"].items() if value is not None}
         name = fields.pop("name")

@@ -163,12 +163,12 @@ class CheckpointFolder:
 
     Args:
         path: an existing folder.
+        saved_step: the step of its last checkpoint, if known.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, saved_step: int | None = None) -> None:
         self.path = path
-        self.saved_step: int | None = None
-        self._damaged: list[str] = []
+        self.saved_step = saved_step
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
@@ -222,7 +222,7 @@ class CheckpointFolder:
             DamagedCheckpoint: if all existing checkpoints are damaged.
         """
         state, name, damaged = _newest_valid(self.path, (LAST, PREVIOUS))
-        self._damaged, passed_over = list(damaged), list(damaged.values())
+        passed_over = list(damaged.values())
         if state is not None:
             self.saved_step = state["step"]
             if name == PREVIOUS and not passed_over and not any(self._leftovers()):
@@ -239,13 +239,12 @@ class CheckpointFolder:
         return self.path.glob(".*.tmp")
 
     def tidy(self) -> None:
-        """Remove leftovers, and rename checkpoints that `load` found damaged to `….damaged`, so
-        that they cannot replace a good one."""
+        """Remove leftovers, and rename damaged checkpoints to `….damaged`, so that they cannot
+        replace a good one."""
         for leftover in self._leftovers():
             leftover.unlink(missing_ok=True)
-        for name in self._damaged:
+        for name in _newest_valid(self.path, (LAST, PREVIOUS))[2]:
             os.replace(self.path / name, (self.path / name).with_suffix(".ckpt.damaged"))
-        self._damaged = []
 
     def start(self, state: Mapping[str, Any]) -> None:
         """Copy `state` and save the copy in a thread, after waiting for the previous one.

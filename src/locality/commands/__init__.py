@@ -12,10 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locality.checkpoints.registry import detect_kind, missing
+from locality.checkpoints.registry import detect_kind
 from locality.data.config import DataConfig
 from locality.data.table import has_table
 from locality.errors import UserError
+from locality.files import missing
 from locality.training.config import RunConfig, read_config
 
 if TYPE_CHECKING:

@@ -16,17 +16,18 @@ import numpy as np
 from msgspec import Meta
 
 from locality import checks, data, training
-from locality.checkpoints.registry import missing
 from locality.commands import MODEL, GivenModel, images_at, page_in, report_unreadable, say, table
 from locality.commands.parsing import Parser
 from locality.data.config import DataConfig, Decoding
 from locality.data.folder import check_root, image_files, read_image, short_name
 from locality.data.sources import ImageFingerprint
 from locality.errors import UserError, one_line, printable, require, some
-from locality.files import check_output, check_parent, csv_text, write_atomic
+from locality.files import check_output, check_parent, csv_text, missing, write_atomic
+from locality.runs import RunFolder
 from locality.settings import replace
 from locality.templates import write_page
-from locality.training.config import RunConfig, same_path
+from locality.training.config import RunConfig
+from locality.training.folder_checks import same_path
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -178,6 +179,8 @@ def evaluate(arguments: Sequence[str]) -> None:
     if other:  # the run's splits do not apply to other images
         config = replace(config, _WHOLE)
     chosen = replace(config, given).data
+    if model.kind == "run" and root is None and chosen.dataset == config.data.dataset:
+        RunFolder(model.what).check_images(chosen)
     check_root(chosen)
 
     opened = model.opened

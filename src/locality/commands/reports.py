@@ -11,7 +11,7 @@ from locality.commands.parsing import Parser
 from locality.errors import UserError, one_line
 from locality.files import check_output
 from locality.models.variants import PREFIX, variant
-from locality.training.config import run_folders
+from locality.runs import run_folders
 
 
 def report(arguments: Sequence[str]) -> int:

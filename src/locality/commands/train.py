@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locality import checks, training
-from locality.checkpoints.registry import is_run_folder, missing
 from locality.commands import folder_name, images_at, say
 from locality.commands.parsing import Parser, first_word, peek
 from locality.errors import UserError, printable, some, unknown
-from locality.files import read_yaml
+from locality.files import missing, read_yaml
 from locality.machine import is_main_process
 from locality.progress import doing
+from locality.runs import is_run_folder
 from locality.settings import Setting, flatten, replace, to_dict, to_yaml
-from locality.training.config import LENGTHS, RunConfig, check_places, model_settings, read_config
+from locality.training.config import LENGTHS, RunConfig, model_settings, read_config
+from locality.training.folder_checks import check_places
 from locality.training.recipes import CUSTOM_DATA_RECIPES, RECIPES, describe, recipe
 
 if TYPE_CHECKING:

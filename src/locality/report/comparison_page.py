@@ -26,10 +26,10 @@ from locality.analysis.runs import (
 from locality.analysis.statistics import Estimate, estimate, holm, paired_difference
 from locality.errors import UserError, one_line
 from locality.figures import charts
+from locality.predictions import Predictions
 from locality.report.page import FILTERS, format_estimate, format_share, join_names
 from locality.runner.runs import Outcome, Run
 from locality.templates import render, write_page
-from locality.training.evaluation import Predictions
 
 _log = logging.getLogger("locality")
 

@@ -29,10 +29,10 @@ from locality.data.folder import read_image, short_name
 from locality.errors import UserError
 from locality.figures import charts, curves, maps
 from locality.figures.style import inline_svg
+from locality.predictions import Predictions
 from locality.settings import flatten
 from locality.templates import render, write_page
 from locality.training.config import read_config
-from locality.training.evaluation import Predictions
 
 _IMAGES, _LAYERS, _HEADS = 3, 4, 4
 _MAX_NAMES = 4  # in the title

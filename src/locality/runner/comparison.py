@@ -28,15 +28,15 @@ from locality.files import read_shaped, read_yaml, write_atomic
 from locality.machine import processors
 from locality.runner.executors import visible_gpus
 from locality.runner.runs import Run, content_folder, workload
+from locality.runs import RunFolder
 from locality.training import RunConfig, train
 from locality.training.autofit import batch_size, image_size, median_shorter_side, sized
-from locality.training.config import describe_changes
 from locality.training.cost import format_duration, image_counts
 from locality.training.devices import resolve_accelerator
+from locality.training.folder_checks import describe_changes
 from locality.training.model import build_model, settings_from_weights
 from locality.training.optim import make_plan
 from locality.training.recipes import SMALL_SIDE, recipe
-from locality.training.run_folder import RunFolder
 
 SCRATCH = ("convit_nano", "deit_nano", "cvt_nano", "timm/test_resnet")
 """Models of at most half a million parameters, trainable within minutes on a CPU."""
@@ -228,7 +228,7 @@ def train_and_tidy(config: RunConfig, folder: Path) -> None:
     """Train; for runs on a fraction of the images, delete the weights."""
     train(config, folder)
     for name in (PREVIOUS, *([LAST, BEST] if config.data.fraction < 1 else ())):
-        (RunFolder(folder).checkpoints.path / name).unlink(missing_ok=True)
+        (RunFolder(folder).checkpoints / name).unlink(missing_ok=True)
 
 
 def measure_inference(runs: Sequence[Run], folder: Path) -> dict[str, float]:

@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from locality.checkpoints.registry import is_run_folder
 from locality.errors import UserError
 from locality.files import read_yaml
 from locality.machine import processors
+from locality.runs import RunFolder, is_run_folder
 from locality.settings import flatten, to_dict, with_role
 from locality.training.config import RunConfig, read_config
 from locality.training.cost import STEP_FORWARDS, estimate_cost, format_duration
 from locality.training.optim import make_plan
-from locality.training.run_folder import RunFolder
 
 TRAIN = "locality.training:train"
 _RUNS = with_role(RunConfig, "run")

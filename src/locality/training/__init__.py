@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from locality.errors import Interrupted as Interrupted
     from locality.errors import NonFiniteLoss as NonFiniteLoss
     from locality.errors import RunFailed as RunFailed
+    from locality.predictions import Predictions as Predictions
+    from locality.runs import RunFolder as RunFolder
     from locality.settings import replace as replace
     from locality.training.config import EngineConfig as EngineConfig
     from locality.training.config import ModelConfig as ModelConfig
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from locality.training.cost import dry_run as dry_run
     from locality.training.engine import train as train
     from locality.training.evaluation import PredictionCollector as PredictionCollector
-    from locality.training.evaluation import Predictions as Predictions
     from locality.training.evaluation import evaluate as evaluate
     from locality.training.evaluation import evaluate_opened as evaluate_opened
     from locality.training.evaluation import evaluate_run as evaluate_run
@@ -35,6 +36,5 @@ if TYPE_CHECKING:
     from locality.training.model import load_run as load_run
     from locality.training.recipes import RECIPES as RECIPES
     from locality.training.recipes import recipe as recipe
-    from locality.training.run_folder import RunFolder as RunFolder
 
 __all__, __getattr__ = lazily(__name__, __file__)

@@ -1,30 +1,22 @@
 """The settings of a training run, typed and checked.
 
 Runs with equal settings compute the same. `locality.training.recipes` fills them in;
-`locality.settings` writes and reads them as YAML. Run folders are checked here too, without
-importing torch.
+`locality.settings` writes and reads them as YAML. Does not import torch.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
 from locality import checks, settings
-from locality.checkpoints.registry import detect_kind, is_run_folder, missing, read_run_settings
 from locality.data.config import AugmentConfig, DataConfig, InputConfig
-from locality.data.folder import check_root
-from locality.errors import UserError, prefix_errors, some, wrap_errors
+from locality.errors import UserError
 from locality.models.variants import PREFIX, variant
+from locality.runs import RunFolder
 from locality.settings import Setting, check, setting, settings_of, unknown_setting
 
 Precision = Literal["auto", "fp32", "bf16-mixed", "fp16-mixed"]
@@ -320,13 +312,14 @@ class EngineConfig:
             raise UserError("engine.ema_warmup is set but engine.ema_decay is not")
 
 
-def read_config(folder: Path) -> RunConfig:
+def read_config(folder: Path | str) -> RunConfig:
     """The configuration of the run in a folder.
 
     Raises:
         UserError: if this is not a run folder, or its configuration cannot be read.
     """
-    return settings.from_dict(RunConfig, read_run_settings(folder), str(folder / "config.yaml"))
+    run = RunFolder(folder)
+    return settings.from_dict(RunConfig, run.read_settings(), str(run.config_file))
 
 
 @dataclass(frozen=True)
@@ -390,91 +383,6 @@ class RunConfig:
         return images
 
 
-def check_places(config: RunConfig, folder: Path) -> None:
-    """Check a run's weights, images and folder, without changing anything.
-
-    Raises:
-        FileNotFoundError, UserError: if one of them cannot be used.
-    """
-    if config.model.weights is not None and not is_run_folder(folder):
-        with wrap_errors("model.weights", FileNotFoundError), prefix_errors("model.weights"):
-            detect_kind(config.model.weights, config.model.entry)
-    check_root(config.data)
-    check_folder(folder, config)
-
-
-def check_folder(folder: Path, config: RunConfig) -> None:
-    """Check that a folder is writable, and is free or belongs to this configuration."""
-    existing = existing_folder(folder)
-    if not existing.is_dir():
-        raise UserError(f"{existing} is a file; a run needs a folder")
-    with writing(folder):
-        tempfile.TemporaryDirectory(dir=existing).cleanup()
-    if not is_run_folder(folder):
-        names = sorted(entry.name for entry in folder.glob("*"))
-        ours = ("lock", "checkpoints")
-        if others := [n for n in names if n not in ours and not n.endswith(".tmp")]:
-            raise UserError(
-                f"{folder} has {some(others)} and is not a run folder; choose a new or empty one"
-            )
-    else:
-        check_same(folder, read_config(folder), config)
-
-
-def existing_folder(folder: Path) -> Path:
-    """The folder, or its nearest parent that exists."""
-    return next(each for each in (folder, *folder.absolute().parents) if each.exists())
-
-
-def check_same(folder: Path, before: RunConfig, now: RunConfig) -> None:
-    """Check that the settings with which a run started have not changed."""
-    how, runs = settings.with_role(RunConfig, "how"), settings.with_role(RunConfig, "run")
-    changed = [
-        (name, old, new)
-        for name, old, new in settings.differences(before, now)
-        if name not in how and not (name in runs and same_path(old, new))
-    ]
-    if changed:
-        raise UserError(
-            f"run folder {folder} was started with other settings ({describe_changes(changed)}); "
-            f"restore them to resume it, or choose another folder"
-        )
-
-
-def writing(folder: Path) -> AbstractContextManager[None]:
-    """Raise an error that names the run folder if writing to it fails in the block."""
-    remedy = "choose another, or check its disk and permissions"
-    return wrap_errors(f"run folder {folder} cannot be written to; {remedy}", OSError)
-
-
-def run_folders(folders: Iterable[Path | str]) -> list[Path]:
-    """The run folders among and inside `folders`, each once.
-
-    Raises:
-        FileNotFoundError: if a folder does not exist.
-        UserError: if a folder contains no run.
-    """
-    found: dict[Path, Path] = {}
-    for folder in map(Path, folders):
-        if not folder.exists():
-            raise missing(folder)
-        inside = [folder] if is_run_folder(folder) else _children(folder)
-        if not inside:
-            raise UserError(
-                f"{folder} is neither a run nor a folder of runs: there is no config.yaml in it "
-                f"or its subfolders"
-            )
-        for run in inside:
-            found.setdefault(run.resolve(), run)
-    return list(found.values())
-
-
-def _children(folder: Path) -> Sequence[Path]:
-    # The folder of a timm teacher has a configuration and a result too, but no classes.
-    found = (path.parent for path in folder.rglob("config.yaml"))
-    return sorted(run for run in found if (run / "classes.json").exists())
-
-
 def computation_settings(config: RunConfig) -> dict[str, Any]:
     """The settings that affect the result of a run, as plain values."""
     values = settings.to_dict(config)
@@ -482,14 +390,3 @@ def computation_settings(config: RunConfig) -> dict[str, Any]:
         group, _, setting = name.partition(".")
         del values[group][setting]
     return values
-
-
-def describe_changes(changed: list[tuple[str, Any, Any]]) -> str:
-    shown = partial(json.dumps, ensure_ascii=False)
-    return "; ".join(f"{name}: {shown(old)} there, {shown(new)} now" for name, old, new in changed)
-
-
-def same_path(old: Any, new: Any) -> bool:
-    """Whether two values are the same path; either may have timm's prefix "local-dir:"."""
-    first, second = (str(value).removeprefix("local-dir:") for value in (old, new))
-    return os.path.abspath(first) == os.path.abspath(second)

@@ -19,12 +19,13 @@ from locality.data import open_data, train_loader
 from locality.data.config import DATASETS, DataConfig
 from locality.machine import arithmetic_threads
 from locality.models import count_macs, count_parameters
-from locality.training.config import ModelConfig, RunConfig, check_places
+from locality.runs import RunFolder
+from locality.training.config import ModelConfig, RunConfig
 from locality.training.devices import autocast, resolve_accelerator
+from locality.training.folder_checks import check_places
 from locality.training.model import meta_model
 from locality.training.optim import create_optimizer
 from locality.training.resolved_run import ResolvedRun
-from locality.training.run_folder import RunFolder
 
 STEP_FORWARDS = 3
 """A training step costs one forward pass, and two for the gradients."""

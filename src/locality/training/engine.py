@@ -19,23 +19,30 @@ from typing import Any
 from lightning_fabric import Fabric
 from torch.multiprocessing import ProcessExitedException
 
-from locality.checkpoints.registry import is_run_folder
-from locality.checkpoints.run_state import DamagedCheckpoint, read_checkpoint
+from locality.checkpoints.run_state import CheckpointFolder, DamagedCheckpoint, read_checkpoint
 from locality.data.loader import translate_killed_worker
 from locality.data.validation import verify
 from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError, prefix_errors
 from locality.files import write_atomic
 from locality.machine import arithmetic_threads
 from locality.models import ImageClassifier
-from locality.settings import from_dict, replace
-from locality.training.config import RunConfig, check_folder, check_places, check_same
+from locality.runs import RunFolder, is_run_folder
+from locality.settings import from_dict, replace, to_yaml
+from locality.training.config import RunConfig, read_config
 from locality.training.devices import create_fabric
+from locality.training.folder_checks import (
+    check_folder,
+    check_images,
+    check_places,
+    check_same,
+    check_space,
+    writing,
+)
 from locality.training.loop import Loop
 from locality.training.model import build_model
 from locality.training.processes import Peers, SignalHandler, end_children, forward_signals
 from locality.training.recorder import NoRecorder, Recorder, restore_metrics
 from locality.training.resolved_run import ResolvedRun
-from locality.training.run_folder import RunFolder
 from locality.training.state import Components, TrainState
 
 
@@ -52,7 +59,7 @@ def train(
 
     Args:
         config: the complete run.
-        folder: the run folder; `locality.training.run_folder` lists its files.
+        folder: the run folder; `locality.runs` lists its files.
         quiet: print nothing.
         started: when the command started, by `time.perf_counter`; now if None. The minutes of
             `schedule.minutes` begin then.
@@ -92,7 +99,7 @@ class Training:
     def __post_init__(self) -> None:
         # A run of minutes keeps the decay that it recorded, whoever continues it.
         if self.config.schedule.minutes is not None and is_run_folder(self.folder.path):
-            decay = self.folder.read_config().schedule.decay
+            decay = read_config(self.folder.path).schedule.decay
             if decay is not None:
                 self.config = replace(self.config, {"schedule.decay": decay})
 
@@ -174,7 +181,7 @@ def _train(training: Training, fabric: Fabric) -> dict[str, Any] | Exception:
             print(f"run {folder.path} is finished: top-1 {shared['top1']:.2f}%")
         return shared
     if opened is None:  # another rank, after rank 0 has checked everything
-        resumed = read_checkpoint(folder.checkpoints.path / shared) if shared else None
+        resumed = read_checkpoint(folder.checkpoints / shared) if shared else None
         opened = training.resolve(), resumed
     run, checkpoint = opened
     with arithmetic_threads(config.engine.threads), SignalHandler().installed() as signals:
@@ -191,7 +198,13 @@ def _train(training: Training, fabric: Fabric) -> dict[str, Any] | Exception:
         recorder: Any = NoRecorder()
         if fabric.is_global_zero:
             recorder = Recorder(folder, run, state, quiet)
-            folder.record_start(config, state.step, str(fabric.device), run.precision)
+            folder.record_start(
+                config.seed,
+                step=state.step,
+                workers=config.data.workers,
+                device=str(fabric.device),
+                precision=run.precision,
+            )
             if state.step:
                 run.notes.insert(0, f"resumed after step {state.step:,}")
             lines = [f"run {folder.path}, seed {config.seed}", *str(run).splitlines()]
@@ -235,17 +248,17 @@ def _check(training: Training) -> tuple[dict[str, Any] | str, _Opened | None]:
         check_folder(folder.path, config)
     result = folder.read_result(whole=True)
     if result is not None:
-        _check_images(folder, run, result.get("images"))
+        check_images(folder, config.data, run.images, result.get("images"))
         return result, None
-    folder.check_space(run.checkpoint_bytes, best=run.plan.patience is not None)
-    checkpoint, name, passed_over = folder.checkpoints.load()
+    check_space(folder, run.checkpoint_bytes, best=run.plan.patience is not None)
+    checkpoint, name, passed_over = CheckpointFolder(folder.checkpoints).load()
     run.notes += [f"{reason}; continuing from the one before it" for reason in passed_over]
     if checkpoint is None and folder.metrics_file.exists():
         run.notes.append(f"{folder.path} has metrics but no checkpoint: starting again")
     if checkpoint is not None:
         with prefix_errors(folder.config_file):  # it may have been edited
             check_same(folder.path, from_dict(RunConfig, checkpoint["config"]), config)
-        changed = _check_images(folder, run, checkpoint["data"])
+        changed = check_images(folder, config.data, run.images, checkpoint["data"])
         classes = run.splits.classes
         if changed and (folder.classes() != classes or checkpoint["step"] > run.plan.steps):
             raise UserError(
@@ -264,43 +277,20 @@ def _begin(folder: RunFolder, run: ResolvedRun, checkpoint: Mapping[str, Any] | 
     Raises:
         UserError: if another run has taken the folder, or it cannot be written to.
     """
-    folder.prepare(run.config)
+    with writing(folder.path):
+        folder.checkpoints.mkdir(parents=True, exist_ok=True)
+        if not folder.lock.is_held:
+            folder.lock.acquire()
+            check_folder(folder.path, run.config)
+            if is_run_folder(folder.path):
+                raise UserError(
+                    f"another process has just started {folder.path}; repeat the command"
+                )
+        CheckpointFolder(folder.checkpoints).tidy()
+        write_atomic(folder.config_file, to_yaml(run.config))
     if checkpoint is not None:
         run.notes += restore_metrics(folder, checkpoint)
     splits = run.splits
     write_atomic(folder.images_file, run.images.table)
     folder.write_json(folder.classes_file, splits.classes)
     folder.write_json(folder.counts_file, splits.train.counts(splits.classes))
-
-
-def _check_images(folder: RunFolder, run: ResolvedRun, before: str | None) -> list[str]:
-    """Compare a run's recorded images with the current ones; returns notes on differences.
-
-    Args:
-        folder: the run folder, with a table of the recorded images.
-        run: the run, with the current images.
-        before: the recorded fingerprint; None in earlier versions, where the table decides.
-
-    Raises:
-        UserError: if they differ, and the run may not continue with others.
-    """
-    if before == run.images.fingerprint:
-        return []
-    found = "" if before is None else "other images, labels or classes"
-    if folder.images_file.exists():
-        with contextlib.suppress(UserError):  # a damaged table: digests decide
-            found = run.images.differences(folder.images_file) or found
-    if not found:
-        return []
-    changed = f"the images of run folder {folder.path} have changed ({found})"
-    if run.config.data.on_changed_images == "error":
-        if folder.is_finished:
-            raise UserError(
-                f"run folder {folder.path} has finished on other images ({found}); restore them, "
-                f"or use a new folder (--output)"
-            )
-        raise UserError(
-            f"{changed}; restore them, use a new folder (--output), or accept them: "
-            f"data.on_changed_images resume"
-        )
-    return [changed]

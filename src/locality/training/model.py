@@ -11,13 +11,14 @@ import torch
 
 from locality.checkpoints import load, load_weights
 from locality.checkpoints.resolve import read
+from locality.data import DataSplits, open_data
 from locality.data.config import check_rgb
 from locality.errors import prefix_errors
 from locality.models import ImageClassifier, build
 from locality.models.config import to_2tuple
 from locality.models.factory import describe
-from locality.training.config import RunConfig
-from locality.training.run_folder import RunFolder
+from locality.runs import RunFolder
+from locality.training.config import RunConfig, read_config
 
 
 def settings_from_weights(weights: str, entry: str | None = None) -> dict[str, Any]:
@@ -101,7 +102,7 @@ def load_run(folder: Path | str) -> tuple[ImageClassifier, RunConfig]:
     Raises:
         UserError: if the folder is not a run folder or has no checkpoint.
     """
-    config = RunFolder(folder).read_config()
+    config = read_config(folder)
     return load(folder), config
 
 
@@ -112,4 +113,15 @@ def initial_model(folder: Path | str) -> ImageClassifier:
         UserError: if the folder is not a run folder.
     """
     run = RunFolder(folder)
-    return initialize_model(run.read_config(), run.classes())[0].eval()
+    return initialize_model(read_config(folder), run.classes())[0].eval()
+
+
+def open_run_data(folder: Path | str) -> DataSplits:
+    """The images of a run.
+
+    Raises:
+        UserError: if they can no longer be read.
+    """
+    run, config = RunFolder(folder), read_config(folder)
+    run.check_images(config.data)
+    return open_data(config.data, config.seed, run.classes())

@@ -16,15 +16,17 @@ from lightning_fabric.loggers import TensorBoardLogger
 from safetensors.torch import save
 from tqdm import tqdm
 
+from locality.checkpoints.run_state import CheckpointFolder
 from locality.errors import printable
 from locality.files import CsvTable, atomic_file, csv_text, number, write_atomic
 from locality.models import ImageClassifier
 from locality.progress import SECONDS, repeating
+from locality.runs import RunFolder
+from locality.settings import to_yaml
 from locality.training.cost import format_duration
 from locality.training.evaluation import PredictionCollector
 from locality.training.optim import UNDECIDED
 from locality.training.resolved_run import ResolvedRun
-from locality.training.run_folder import RunFolder
 from locality.training.state import TrainState
 
 # One row per evaluation. metrics.csv is reproducible; timing.csv is not.
@@ -79,6 +81,7 @@ class Recorder:
         self, folder: RunFolder, run: ResolvedRun, state: TrainState, quiet: bool = False
     ) -> None:
         self._folder, self._run, self._images = folder, run, run.images.fingerprint
+        self._checkpoints = CheckpointFolder(folder.checkpoints, state.step or None)
         self._progress = ProgressBar(run.plan.steps, state.step, quiet)
         self.log = self._progress.log
         # Time is known up to the last evaluation. Steps between it and the checkpoint are assumed
@@ -100,7 +103,7 @@ class Recorder:
     def begin_decay(self) -> None:
         """Record the length that the run now has in the folder's configuration."""
         steps = self._progress.total = self._run.plan.steps
-        self._locked_folder().write_config(self._run.config)
+        write_atomic(self._locked_folder().config_file, to_yaml(self._run.config))
         self.log(
             f"step {self._step}: two thirds of the time have gone; the learning rate decays until "
             f"step {steps:,}"
@@ -119,7 +122,8 @@ class Recorder:
         Raises:
             CheckpointNotSaved: if the last checkpoint could not be written.
         """
-        self._locked_folder().checkpoints.check()
+        self._folder.lock.check()
+        self._checkpoints.check()
         self._timed_seconds += seconds
         self._timed_steps += 1
         self._step = state.step
@@ -174,7 +178,7 @@ class Recorder:
     def write_predictions(self, collector: PredictionCollector) -> None:
         """Write predictions.csv."""
         file, splits = self._locked_folder().predictions_file, self._run.splits
-        collector.write(file, splits.val, splits.classes)
+        collector.predictions(splits.val, splits.classes).write(file)
 
     def save(self, checkpoint: Mapping[str, Any]) -> None:
         """Save a checkpoint in the background, and skipped.csv if images were skipped.
@@ -184,7 +188,7 @@ class Recorder:
         """
         folder = self._locked_folder()
         rows = self._metrics.text.partition("\n")[2]
-        folder.checkpoints.start({**checkpoint, "metrics": rows, "data": self._images})
+        self._checkpoints.start({**checkpoint, "metrics": rows, "data": self._images})
         skipped = checkpoint["progress"]["skipped"]
         if len(skipped) > self._skipped:
             self._skipped = len(skipped)
@@ -198,7 +202,8 @@ class Recorder:
 
     def keep_best(self) -> None:
         """Keep the last checkpoint as the best."""
-        self._locked_folder().checkpoints.keep_best()
+        self._folder.lock.check()
+        self._checkpoints.keep_best()
 
     def wait_until_saved(self) -> None:
         """Wait until the last checkpoint is on disk.
@@ -206,7 +211,7 @@ class Recorder:
         Raises:
             CheckpointNotSaved: if it could not be written.
         """
-        self._folder.checkpoints.wait()
+        self._checkpoints.wait()
 
     def save_snapshot(self, step: int, model: ImageClassifier) -> None:
         """Save a snapshot of the weights if one is due.

@@ -144,7 +144,13 @@ class Search:
                 )
         write_atomic(file, settings.to_yaml(self.config))
         run = self.config.run
-        self.place.record_start(run, 0, str(self.device), run.engine.precision)
+        start = {
+            "step": 0,
+            "workers": run.data.workers,
+            "device": str(self.device),
+            "precision": run.engine.precision,
+        }
+        self.place.record_start(run.seed, **start)
 
     def begin(self) -> None:
         """Open the data and load earlier scores."""

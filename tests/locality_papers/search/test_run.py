@@ -19,6 +19,7 @@ from locality.files import read_json, read_rows
 from locality.models import count_macs
 from locality.settings import replace
 from locality.training import RunFolder, train
+from locality.training.config import read_config
 from locality.training.loop import Loop
 from locality_papers.search.config import named, read_search
 from locality_papers.search.run import Search, space_of
@@ -78,7 +79,7 @@ def test_what_was_found_is_ready_to_train(found, tmp_path):
     assert main([*command, "--quiet"]) == 0
     run = RunFolder(tmp_path / "run")
     assert run.read_result()["macs"] == result["macs"]
-    data = run.read_config().data
+    data = read_config(run.path).data
     assert (data.train_part, data.val_part) == ((0.0, 0.2), None)
 
 
@@ -100,7 +101,7 @@ def test_da_nas_drops_options_and_goes_from_easy_to_all_images(tmp_path, monkeyp
     monkeypatch.setattr(SupernetTraining, "__init__", recorded)
     search = Search(tiny(method="da_nas", macs=None), tmp_path, quiet=True)
     search.run()
-    configs = [RunFolder(tmp_path / f"round-{n}").read_config() for n in (1, 2, 3)]
+    configs = [read_config(tmp_path / f"round-{n}") for n in (1, 2, 3)]
     assert [config.data.fraction for config in configs] == [0.25, 0.5, 1.0]
     assert 12 == kept[0] > kept[1] >= kept[2] >= 6
     difficulty = np.load(tmp_path / "difficulty.npy")

@@ -1,4 +1,4 @@
-"""Run folders: the files of a run.
+"""The folder of a run: its files, who holds it, and whether it has finished. Without torch.
 
 config.yaml       the complete configuration
 classes.json      class names, in the order of the logits
@@ -23,32 +23,68 @@ import errno
 import fcntl
 import json
 import os
-import shutil
 import socket
 import time
 import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
 
-from locality import settings
-from locality.checkpoints.registry import is_run_folder, read_class_names, read_result
-from locality.checkpoints.run_state import CheckpointFolder
+from locality import checks
+from locality.data.config import DataConfig
 from locality.errors import RunFailed, UserError, wrap_errors
-from locality.files import read_rows, read_shaped, write_atomic
-from locality.machine import describe_environment
-from locality.training.config import (
-    RunConfig,
-    check_folder,
-    existing_folder,
-    read_config,
-    writing,
+from locality.files import (
+    missing,
+    parse_json,
+    read_rows,
+    read_shaped,
+    read_text,
+    read_yaml,
+    write_atomic,
 )
-from locality.training.evaluation import Predictions
+from locality.machine import describe_environment
+from locality.predictions import Predictions
 
 # Loading processes of a killed run exit, and release the lock, within 5 s.
 STALE_LOCK_SECONDS = 20.0
+# The fields of result.json that are read elsewhere.
+_RESULT = dict.fromkeys(("top1", "parameters", "train_images", "val_images", "steps"), float)
+_ALSO = {"model?": str, "dataset?": str} | dict.fromkeys(
+    ("top5?", "best_step?", "macs?", "seconds?", "images_per_second?"), float
+)
+
+
+def is_run_folder(path: Path | str) -> bool:
+    """Whether a path is a folder with a config.yaml."""
+    return (Path(path) / "config.yaml").is_file()
+
+
+def run_folders(folders: Iterable[Path | str]) -> list[Path]:
+    """The run folders among and inside `folders`, each once.
+
+    Raises:
+        FileNotFoundError: if a folder does not exist.
+        UserError: if a folder contains no run.
+    """
+    runs: dict[Path, Path] = {}
+    for folder in map(Path, folders):
+        if not folder.exists():
+            raise missing(folder)
+        inside = [folder]
+        if not is_run_folder(folder):
+            # A timm teacher's folder has a configuration and a result too, but no classes.
+            below = (path.parent for path in folder.rglob("config.yaml"))
+            inside = sorted(run for run in below if (run / "classes.json").exists())
+        if not inside:
+            raise UserError(
+                f"{folder} is neither a run nor a folder of runs: there is no config.yaml in it "
+                f"or its subfolders"
+            )
+        for run in inside:
+            runs.setdefault(run.resolve(), run)
+    return list(runs.values())
 
 
 class RunFolder:
@@ -72,7 +108,7 @@ class RunFolder:
         self.counts_file = self.path / "class_counts.json"
         self.tensorboard = self.path / "tensorboard"
         self.snapshots = self.path / "snapshots"
-        self.checkpoints = CheckpointFolder(self.path / "checkpoints")
+        self.checkpoints = self.path / "checkpoints"
         self.lock = FolderLock(self.path / "lock")
 
     @property
@@ -80,52 +116,53 @@ class RunFolder:
         """Whether the run has a result."""
         return self.result_file.exists()
 
-    def prepare(self, config: RunConfig) -> None:
-        """Create the folder, lock it unless it is locked, and write the configuration.
+    def read_settings(self, wanted: Mapping[str, Any] = {}) -> dict[str, Any]:
+        """The content of config.yaml, of any version; `training.read_config` checks it whole.
+
+        Args:
+            wanted: the expected fields, as in `checks.shaped`.
 
         Raises:
-            UserError: if it belongs to another configuration or another process, has other
-                content, or cannot be written to.
+            UserError: if there is no config.yaml, or it has other content.
         """
-        with writing(self.path):
-            self.checkpoints.path.mkdir(parents=True, exist_ok=True)
-            if not self.lock.is_held:
-                self.lock.acquire()
-                check_folder(self.path, config)
-                if is_run_folder(self.path):
-                    raise UserError(
-                        f"another process has just started {self.path}; repeat the command"
-                    )
-            self.checkpoints.tidy()
-            self.write_config(config)
+        try:
+            content = read_yaml(self.config_file)
+        except (FileNotFoundError, NotADirectoryError):
+            raise UserError(f"{self.path} is not a run folder: it has no config.yaml") from None
+        checks.shaped(str(self.config_file), content, dict(wanted))
+        model = content.get("model") if isinstance(content, dict) else None
+        if isinstance(model, dict) and isinstance(model.get("overrides"), dict):
+            model |= model.pop("overrides")  # earlier versions kept the model's own settings here
+        return content
 
-    def check_space(self, checkpoint_bytes: int, best: bool = False) -> None:
-        """Check that the disk has room for all checkpoints of the run."""
-        there = sum(file.stat().st_size for file in self.checkpoints.path.glob("*.ckpt"))
-        needed = (3 + best) * checkpoint_bytes - there
-        free = shutil.disk_usage(existing_folder(self.path)).free
-        if free < needed:
-            raise UserError(
-                f"run folder {self.path} needs {needed / 1e6:.0f} MB for checkpoints, but its disk "
-                f"has {free / 1e6:.0f} MB left; make room or choose another disk"
-            )
+    def read_result(self, whole: bool = False) -> dict[str, Any] | None:
+        """The content of result.json, or None while the run is not finished.
+
+        Args:
+            whole: require all fields of a training run's result.
+
+        Raises:
+            UserError: if it has other content.
+        """
+        shape = _RESULT if whole else {f"{name}?": kind for name, kind in _RESULT.items()}
+        return read_shaped(self.result_file, shape | _ALSO)
+
+    def classes(self) -> list[str]:
+        """Class names, in the order of the logits.
+
+        Raises:
+            UserError: if the run has not opened its data yet, or the file is not a list of names.
+        """
+        if not self.classes_file.exists():
+            raise UserError(f"run folder {self.path} has no classes.json: the run never started")
+        names = parse_json(read_text(self.classes_file), str(self.classes_file))
+        checks.shaped(str(self.classes_file), names, [str])
+        return names
 
     def recorded_classes(self) -> list[str]:
         """The classes of a run that has a checkpoint or a result; else empty."""
-        begun = self.is_finished or any(self.path.glob("checkpoints/*.ckpt"))
+        begun = self.is_finished or any(self.checkpoints.glob("*.ckpt"))
         return self.classes() if begun and self.classes_file.exists() else []
-
-    def read_config(self) -> RunConfig:
-        """The configuration of the run.
-
-        Raises:
-            UserError: if this is not a run folder, or its configuration cannot be read.
-        """
-        return read_config(self.path)
-
-    def read_result(self, whole: bool = False) -> dict[str, Any] | None:
-        """The content of result.json, or None while the run is not finished."""
-        return read_result(self.path, whole)
 
     @property
     def curve(self) -> list[dict[str, float]]:
@@ -163,14 +200,6 @@ class RunFolder:
             return []
         return read_rows(self.skipped_file, {"image": str, "reason": str})
 
-    def classes(self) -> list[str]:
-        """Class names, in the order of the logits.
-
-        Raises:
-            UserError: if the run has not opened its data yet.
-        """
-        return read_class_names(self.path)
-
     def predictions(self) -> Predictions:
         """The predictions of the validation images.
 
@@ -180,22 +209,34 @@ class RunFolder:
         """
         return Predictions.read(self.predictions_file, self.classes())
 
-    def write_config(self, config: RunConfig) -> None:
-        """Write the configuration of the run, atomically."""
-        write_atomic(self.config_file, settings.to_yaml(config))
+    def check_images(self, data: DataConfig) -> None:
+        """Check that the run's images are still where it found them.
+
+        Raises:
+            UserError: if not, with the path and the folder in which the run started.
+        """
+        if data.root is None or Path(data.root).expanduser().exists():
+            return
+        where = f"the images of {self.path} were in '{data.root}'"
+        starts = self.environment().get("starts") or [{}]
+        if not Path(data.root).is_absolute() and "folder" in starts[-1]:
+            where += f", seen from {starts[-1]['folder']}"
+        raise UserError(
+            f"{where}, which does not exist here; say where they are: --data.root FOLDER "
+            f"(locality eval, train --resume) or --images FOLDER (locality explore)"
+        )
 
     def write_json(self, path: Path, content: Any) -> None:
         """Write one of the folder's JSON files, atomically."""
         write_atomic(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
-    def record_start(self, config: RunConfig, step: int, device: str, precision: str) -> None:
-        """Add this start to environment.json."""
+    def record_start(self, seed: int, **start: Any) -> None:
+        """Add a start to environment.json; `start` are its step, workers, device and so on."""
         starts = self.environment().get("starts") or []
         environment = describe_environment()
-        start: dict[str, Any] = {"step": step}
-        start |= {name: environment.pop(name) for name in ("time", "command", "host")}
-        start |= {"workers": config.data.workers, "device": device, "precision": precision}
-        content = {"seed": config.seed} | environment | {"starts": [*starts, start]}
+        own = {name: environment.pop(name) for name in ("time", "command", "host")}
+        own |= {"folder": os.getcwd()} | start
+        content = {"seed": seed} | environment | {"starts": [*starts, own]}
         self.write_json(self.environment_file, content)
 
 

@@ -1,0 +1,140 @@
+"""May a run start or continue in a folder? Checks without torch that write nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from locality import settings
+from locality.checkpoints.registry import detect_kind
+from locality.data.config import DataConfig
+from locality.data.folder import check_root
+from locality.data.sources import ImageFingerprint
+from locality.errors import UserError, prefix_errors, some, wrap_errors
+from locality.runs import RunFolder, is_run_folder
+from locality.training.config import RunConfig, read_config
+
+
+def check_places(config: RunConfig, folder: Path) -> None:
+    """Check a run's weights, images and folder, without changing anything.
+
+    Raises:
+        FileNotFoundError, UserError: if one of them cannot be used.
+    """
+    if config.model.weights is not None and not is_run_folder(folder):
+        with wrap_errors("model.weights", FileNotFoundError), prefix_errors("model.weights"):
+            detect_kind(config.model.weights, config.model.entry)
+    if is_run_folder(folder):
+        RunFolder(folder).check_images(config.data)
+    check_root(config.data)
+    check_folder(folder, config)
+
+
+def check_folder(folder: Path, config: RunConfig) -> None:
+    """Check that a folder is writable, and is free or belongs to this configuration."""
+    existing = existing_folder(folder)
+    if not existing.is_dir():
+        raise UserError(f"{existing} is a file; a run needs a folder")
+    with writing(folder):
+        tempfile.TemporaryDirectory(dir=existing).cleanup()
+    if not is_run_folder(folder):
+        names = sorted(entry.name for entry in folder.glob("*"))
+        ours = ("lock", "checkpoints")
+        if others := [n for n in names if n not in ours and not n.endswith(".tmp")]:
+            raise UserError(
+                f"{folder} has {some(others)} and is not a run folder; choose a new or empty one"
+            )
+    else:
+        check_same(folder, read_config(folder), config)
+
+
+def existing_folder(folder: Path) -> Path:
+    """The folder, or its nearest parent that exists."""
+    return next(each for each in (folder, *folder.absolute().parents) if each.exists())
+
+
+def check_same(folder: Path, before: RunConfig, now: RunConfig) -> None:
+    """Check that the settings with which a run started have not changed."""
+    how, runs = settings.with_role(RunConfig, "how"), settings.with_role(RunConfig, "run")
+    changed = [
+        (name, old, new)
+        for name, old, new in settings.differences(before, now)
+        if name not in how and not (name in runs and same_path(old, new))
+    ]
+    if changed:
+        raise UserError(
+            f"run folder {folder} was started with other settings ({describe_changes(changed)}); "
+            f"restore them to resume it, or choose another folder"
+        )
+
+
+def writing(folder: Path) -> AbstractContextManager[None]:
+    """Raise an error that names the run folder if writing to it fails in the block."""
+    remedy = "choose another, or check its disk and permissions"
+    return wrap_errors(f"run folder {folder} cannot be written to; {remedy}", OSError)
+
+
+def check_space(folder: RunFolder, checkpoint_bytes: int, best: bool = False) -> None:
+    """Check that the disk has room for all checkpoints of the run."""
+    there = sum(file.stat().st_size for file in folder.checkpoints.glob("*.ckpt"))
+    needed = (3 + best) * checkpoint_bytes - there
+    free = shutil.disk_usage(existing_folder(folder.path)).free
+    if free < needed:
+        raise UserError(
+            f"run folder {folder.path} needs {needed / 1e6:.0f} MB for checkpoints, but its disk "
+            f"has {free / 1e6:.0f} MB left; make room or choose another disk"
+        )
+
+
+def check_images(
+    folder: RunFolder, config: DataConfig, images: ImageFingerprint, before: str | None
+) -> list[str]:
+    """Compare a run's recorded images with the current ones; returns notes on differences.
+
+    Args:
+        folder: the run folder, with a table of the recorded images.
+        config: the run's data settings.
+        images: the current images.
+        before: the recorded fingerprint; None in earlier versions, where the table decides.
+
+    Raises:
+        UserError: if they differ, and the run may not continue with others.
+    """
+    if before == images.fingerprint:
+        return []
+    found = "" if before is None else "other images, labels or classes"
+    if folder.images_file.exists():
+        with contextlib.suppress(UserError):  # a damaged table: digests decide
+            found = images.differences(folder.images_file) or found
+    if not found:
+        return []
+    changed = f"the images of run folder {folder.path} have changed ({found})"
+    if config.on_changed_images == "error":
+        if folder.is_finished:
+            raise UserError(
+                f"run folder {folder.path} has finished on other images ({found}); restore them, "
+                f"or use a new folder (--output)"
+            )
+        raise UserError(
+            f"{changed}; restore them, use a new folder (--output), or accept them: "
+            f"data.on_changed_images resume"
+        )
+    return [changed]
+
+
+def describe_changes(changed: list[tuple[str, Any, Any]]) -> str:
+    shown = partial(json.dumps, ensure_ascii=False)
+    return "; ".join(f"{name}: {shown(old)} there, {shown(new)} now" for name, old, new in changed)
+
+
+def same_path(old: Any, new: Any) -> bool:
+    """Whether two values are the same path; either may have timm's prefix "local-dir:"."""
+    first, second = (str(value).removeprefix("local-dir:") for value in (old, new))
+    return os.path.abspath(first) == os.path.abspath(second)
