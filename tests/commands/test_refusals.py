@@ -162,7 +162,7 @@ def test_a_run_of_another_folder_says_where_its_images_were(run, tmp_path, monke
         monkeypatch.chdir(here)
         for words in (["eval"], ["explore"], ["report", "--record"], ["train", "--resume"]):
             flags = [word for word in words[1:] if word.startswith("--")]
-            said = cli(words[0], *flags, started / "run", code=1 if "report" in words else 2).err
+            said = cli(words[0], *flags, started / "run", code=0 if "report" in words else 2).err
             assert "'photos'" in said and str(started) in said and "--data.root" in said, words
         assert "top-1" in cli("eval", started / "run", "--data.root", started / "photos").out
 

@@ -22,7 +22,14 @@ from torch.multiprocessing import ProcessExitedException
 from locality.checkpoints.run_state import CheckpointFolder, DamagedCheckpoint, read_checkpoint
 from locality.data.loader import translate_killed_worker
 from locality.data.validation import verify
-from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError, prefix_errors
+from locality.errors import (
+    Interrupted,
+    NonFiniteLoss,
+    ProcessKilled,
+    RunFailed,
+    UserError,
+    prefix_errors,
+)
 from locality.files import write_atomic
 from locality.machine import arithmetic_threads
 from locality.models import ImageClassifier
@@ -40,7 +47,13 @@ from locality.training.folder_checks import (
 )
 from locality.training.loop import Loop
 from locality.training.model import build_model
-from locality.training.processes import Peers, SignalHandler, end_children, forward_signals
+from locality.training.processes import (
+    SignalHandler,
+    end_process_group,
+    forward_signals,
+    is_started_by_rank0,
+    killed_process,
+)
 from locality.training.recorder import NoRecorder, Recorder, restore_metrics
 from locality.training.resolved_run import ResolvedRun
 from locality.training.state import Components, TrainState
@@ -116,30 +129,34 @@ def launch(training: Training) -> dict[str, Any]:
     """Train in all processes of a run; returns and raises as `train`."""
     engine = training.config.engine
     fabric = create_fabric(engine)
-    peers = Peers(fabric)
     spawned = engine.strategy in ("ddp_spawn", "ddp_fork")
     try:
-        with forward_signals() if spawned else peers.watch():
-            outcome = fabric.launch(partial(_train_on_rank, training, peers))
+        with forward_signals() if spawned else contextlib.nullcontext():
+            outcome = fabric.launch(partial(_train_on_rank, training))
     except ProcessExitedException as error:
         if error.exit_code >= 0:
             raise
         raise ProcessKilled(
             f"rank {error.error_index} of the run", -error.exit_code, resumes=True
         ) from error
+    except RunFailed:
+        raise
     except RuntimeError as error:
-        # The processes were still connecting, before the run.
-        if not (lost := peers.explain(error)):
-            raise
-        outcome = lost
+        if killed := killed_process(fabric):
+            raise killed from error
+        raise
     if isinstance(outcome, dict):
         return outcome
-    raise peers.exit_error(outcome) if fabric.global_rank > 0 else outcome
+    if fabric.global_rank > 0 and not isinstance(outcome, ProcessKilled):
+        # All ranks have raised it. Fabric ends the others if a process that it started fails.
+        code = 0 if is_started_by_rank0(fabric) else getattr(outcome, "exit_code", 1)
+        raise SystemExit(code)
+    raise outcome
 
 
-def _train_on_rank(training: Training, peers: Peers, fabric: Fabric) -> dict[str, Any] | Exception:
+def _train_on_rank(training: Training, fabric: Fabric) -> dict[str, Any] | Exception:
     """Train in one process: the content of result.json, or the error that every rank raises."""
-    atexit.register(end_children)
+    atexit.register(end_process_group)
     try:
         with translate_killed_worker():
             return _train(training, fabric)
@@ -150,8 +167,6 @@ def _train_on_rank(training: Training, peers: Peers, fabric: Fabric) -> dict[str
             return ProcessKilled(error.what, error.signum, resumes=True)
         if isinstance(error, (Interrupted, NonFiniteLoss, DamagedCheckpoint)):
             return error
-        if lost := peers.explain(error):
-            return lost
         raise
     finally:
         training.folder.lock.release()

@@ -1,7 +1,6 @@
-"""The processes of a run: stop signals, collectives, and why another process has ended.
+"""The processes of a run: stop signals and collectives.
 
-A command that trains in several processes is rank 0 and the parent of the others. Processes started
-by torchrun or srun cannot see each other.
+When one has ended, torchrun, srun or Fabric, whichever started them, ends the others.
 """
 
 from __future__ import annotations
@@ -9,25 +8,27 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import re
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import FrameType
+from typing import Any
 
 import torch
 from lightning_fabric import Fabric
 from lightning_fabric.plugins.environments import LightningEnvironment
 from torch import Tensor
 
-from locality.errors import ProcessKilled, RunFailed
+from locality.errors import ProcessKilled
 
 # One Ctrl-C may arrive twice, from the terminal and from a launcher such as torchrun; a later one
 # counts as a second.
 _REPEATED_CTRL_C_SECONDS = 1.0
+
+# A killed process is gone this long after its connections.
+_EXIT_SECONDS = 1.0
 
 # Ctrl-C, batch systems and torchrun, SLURM's warning, a closed terminal.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -164,120 +165,32 @@ def _first_signal(counts: list[float]) -> int:
     return next((int(s) for s, count in zip(SIGNALS, counts, strict=True) if count), 0)
 
 
-# Timeout for a child to exit by itself; one that waits for a lost GPU never would.
-_CHILD_SECONDS = 300
-
-# Errors of gloo, NCCL and the store of the process group when a peer is gone.
-_CONNECTION_LOST = re.compile(
-    r"by peer|Broken pipe|remote process exited|got 0 bytes|recv.* failed", re.I
-)
-# A process that fails closes its connections some seconds before it exits.
-_CHILD_EXIT_SECONDS, _PARENT_EXIT_SECONDS = 20.0, 2.0
-# When a peer has exited gloo fails at once, but NCCL may wait for ever.
-_GRACE_SECONDS = 10.0
-_POLL = 0.2
-
-_PARENT = "LOCALITY_RANK_0"
-
-# Ranks 1, 2, … if this process started them; later runs use them again.
-_children: list[subprocess.Popen[bytes]] = []
+def is_started_by_rank0(fabric: Fabric) -> bool:
+    """Whether rank 0 of a command has started this process, and reports errors for it."""
+    environment = getattr(fabric.strategy, "cluster_environment", None)
+    return isinstance(environment, LightningEnvironment) and environment.local_rank() > 0
 
 
-class Peers:
-    """The other processes of a run.
+def killed_process(fabric: Fabric) -> ProcessKilled | None:
+    """The killed process among those that this one has started; torchrun and srun say it of theirs.
 
-    Args:
-        fabric: the Fabric that launches the run.
+    Called when communication has failed.
     """
-
-    def __init__(self, fabric: Fabric) -> None:
-        self._alone = fabric.world_size == 1
-        self._launcher = getattr(fabric.strategy, "launcher", None)
-        self._parent: int | None = None
-        environment = getattr(fabric.strategy, "cluster_environment", None)
-        if isinstance(environment, LightningEnvironment):
-            if environment.local_rank() == 0:
-                # A child that starts after its parent has died has another parent.
-                os.environ[_PARENT] = str(os.getpid())
-            elif _PARENT in os.environ:
-                self._parent = int(os.environ[_PARENT])
-
-    def lost(self) -> RunFailed | None:
-        """Why another process has ended unexpectedly, or None."""
-        if self._parent is not None and os.getppid() != self._parent:
-            return ProcessKilled("rank 0 of the run", resumes=True)
-        # Fabric's observer thread would kill this process when one of these fails, before it
-        # reports the cause.
-        started = getattr(self._launcher, "procs", [])
-        _children.extend(started)
-        started.clear()
-        codes = {rank: code for rank, child in enumerate(_children, 1) if (code := child.poll())}
-        if not codes:
-            return None
-        rank, code = min(codes.items(), key=lambda each: each[1])  # killed ones before failed ones
-        if code < 0:
+    started: list[Any] = getattr(getattr(fabric.strategy, "launcher", None), "procs", [])
+    children = list(started)
+    started.clear()  # Fabric's observer would kill this process before it can say why
+    time.sleep(_EXIT_SECONDS * bool(children))
+    for rank, child in enumerate(children, 1):
+        if (code := child.poll() or 0) < 0:
             return ProcessKilled(f"rank {rank} of the run", -code, resumes=True)
-        if code > 128 and code - 128 not in SIGNALS:
-            return ProcessKilled(f"a loading process of rank {rank}", code - 128, resumes=True)
-        return RunFailed(f"rank {rank} of the run failed, for the reason above")
-
-    def explain(self, error: BaseException) -> RunFailed | None:
-        """Why another process has ended, if that caused `error`."""
-        of_torch = isinstance(error, RuntimeError) and not isinstance(error, RunFailed)
-        if self._alone or not of_torch or not _CONNECTION_LOST.search(str(error)):
-            return None
-        patience = 0.0 if self._parent is None else _PARENT_EXIT_SECONDS
-        deadline = time.monotonic() + (_CHILD_EXIT_SECONDS if _children else patience)
-        while (lost := self.lost()) is None and time.monotonic() < deadline:
-            time.sleep(_POLL)
-        return lost or ProcessKilled(
-            "another process of the run is gone and, unless it says why itself,", resumes=True
-        )
-
-    def exit_error(self, outcome: Exception) -> BaseException:
-        """The exception with which a rank other than 0 ends.
-
-        It is silent if rank 0 started this process and is alive to report the error.
-        """
-        reported = self._parent is not None and os.getppid() == self._parent
-        if not isinstance(outcome, ProcessKilled):
-            # All ranks have raised it.
-            return SystemExit(0 if reported else getattr(outcome, "exit_code", 1))
-        return SystemExit(outcome.exit_code) if reported else outcome
-
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """Within the block, exit with a message if another process has ended unnoticed."""
-        stopped = threading.Event()
-
-        def poll() -> None:
-            while not stopped.wait(_POLL):
-                if (lost := self.lost()) and not stopped.wait(_GRACE_SECONDS):
-                    os.write(2, f"locality: {lost}\n".encode())
-                    for child in _children:
-                        child.kill()
-                    os._exit(lost.exit_code)
-
-        thread = threading.Thread(target=poll, name="peers", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stopped.set()
-            thread.join()
+    return None
 
 
-def end_children() -> None:
-    """Destroy the process group, then wait for child processes.
+def end_process_group() -> None:
+    """Called at exit, since the same processes may train again.
 
-    Called at exit, since the same processes may train again. The threads of the group hold tensors,
-    and releasing them while the interpreter finalises would abort the process.
+    The threads of the group hold tensors, and releasing them while the interpreter finalises would
+    abort the process.
     """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    for child in _children:
-        try:
-            child.wait(_CHILD_SECONDS)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
