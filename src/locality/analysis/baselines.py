@@ -43,7 +43,12 @@ FEW_PASSES, ENOUGH_PASSES = 3, 20
 
 BASELINES = "baselines.json"
 CHANCE = "chance"
-_SHAPE = {"top1": dict[str, checks.Finite], "train_images": int, "all_train_images": int}
+_SHAPE = {
+    "top1": dict[str, checks.Finite],
+    "train_images": int,
+    "all_train_images": int,
+    "pixels?": str,
+}
 _BATCH = 512
 CLASSIFIERS: dict[str, Callable[[], Any]] = {
     CHANCE: DummyClassifier,
@@ -65,7 +70,8 @@ def pixel_baselines(
 
     Returns:
         the content of `baselines.json`: `top1` in percent by name, and how many of the training
-        images (`all_train_images`) the baselines were fitted to (`train_images`).
+        images (`all_train_images`) the baselines were fitted to (`train_images`), at how many
+        `pixels`, "28×28".
 
     Raises:
         UserError: a split is empty.
@@ -78,7 +84,19 @@ def pixel_baselines(
         with warnings.catch_warnings(action="ignore", category=ConvergenceWarning):
             classifier.fit(train, labels)
         top1[name] = 100 * float(classifier.score(val, targets))
-    return {"top1": top1, "train_images": len(train), "all_train_images": len(splits.train)}
+    height, width = _small_size(preprocessing)
+    return {
+        "top1": top1,
+        "train_images": len(train),
+        "all_train_images": len(splits.train),
+        "pixels": f"{height}×{width}",
+    }
+
+
+def _small_size(preprocessing: InputConfig) -> tuple[int, int]:
+    height, width = preprocessing.size
+    scale = min(1.0, MAX_SIDE / max(height, width))
+    return max(1, round(scale * height)), max(1, round(scale * width))
 
 
 def split_pixels(
@@ -90,10 +108,9 @@ def split_pixels(
     """
     if not len(splits.train) or not len(splits.val):
         raise UserError(f"{splits.name} has no training or no validation images")
-    height, width = preprocessing.size
-    scale = min(1.0, MAX_SIDE / max(height, width))
-    small = (max(1, round(scale * height)), max(1, round(scale * width)))
-    as_is = replace(preprocessing, img_size=small, mean=(0.0,) * 3, std=(1.0,) * 3)
+    as_is = replace(
+        preprocessing, img_size=_small_size(preprocessing), mean=(0.0,) * 3, std=(1.0,) * 3
+    )
     train, labels = _pixels(splits.train, as_is, workers)
     val, targets = _pixels(splits.val, as_is, workers)
     if all((images == images[:, :1]).all() for images in (train, val)):
@@ -174,6 +191,11 @@ def read_baselines(folder: Path | str) -> dict[str, float]:
     """
     record = read_shaped(Path(folder) / BASELINES, _SHAPE)
     return {} if record is None else _named(record)
+
+
+def read_baseline_pixels(folder: Path | str) -> str:
+    """The image size of a run's baselines, "28×28"; "" if not recorded."""
+    return (read_shaped(Path(folder) / BASELINES, _SHAPE) or {}).get("pixels", "")
 
 
 def _named(record: Mapping[str, Any]) -> dict[str, float]:

@@ -87,7 +87,8 @@ def _train(config: RunConfig, folder: Path, quiet: bool, started: float) -> None
         baselines.record_baselines([folder])
     if not quiet:
         found = baselines.read_baselines(folder)
-        print("\n".join(_closing(folder, result, baselines.listed(found))), file=sys.stderr)
+        shown = f"{baselines.listed(found)}, at {baselines.read_baseline_pixels(folder)} pixels"
+        print("\n".join(_closing(folder, result, shown)), file=sys.stderr)
         passes = result["steps"] * config.engine.batch_size / result["train_images"]
         if said := baselines.below(config.model.name, result["top1"], found, passes):
             advice = baselines.ADVICE
@@ -109,7 +110,7 @@ def _closing(folder: Path, result: dict[str, Any], baselines: str) -> list[str]:
     lines = [
         f"top-1     {result['top1']:.1f}% of {evaluated:,} validation images "
         f"(95% interval {100 * low:.1f} to {100 * high:.1f})",
-        f"baselines {baselines}, on the same pixels",
+        f"baselines {baselines}",
         f"classes   {predictions.macro:.1f}% on average over {len(rows):,} classes, "
         f"lowest {rows[0]['recall']:.1f}% ({printable(rows[0]['name'])})",
     ]

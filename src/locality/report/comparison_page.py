@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from time import perf_counter
 
-from locality.analysis.baselines import ADVICE
+from locality.analysis.baselines import ADVICE, read_baseline_pixels
 from locality.analysis.runs import (
     RecordedRun,
     RunGroup,
@@ -236,6 +236,7 @@ def build_comparison(
         title=f"Which model for {groups[0].runs[0].dataset}?",
         said=said,
         baselines=baselines,
+        pixels=read_baseline_pixels(groups[0].runs[0].path),
         remarks=[
             f"{waiting} of {waiting + len(folders)} runs have not finished." * bool(waiting),
             f"Even the best model, {below}: {ADVICE}." * bool(below),

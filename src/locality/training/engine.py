@@ -49,7 +49,7 @@ from locality.training.loop import Loop
 from locality.training.model import build_model
 from locality.training.processes import (
     SignalHandler,
-    end_process_group,
+    end_processes,
     forward_signals,
     is_started_by_rank0,
     killed_process,
@@ -156,7 +156,7 @@ def launch(training: Training) -> dict[str, Any]:
 
 def _train_on_rank(training: Training, fabric: Fabric) -> dict[str, Any] | Exception:
     """Train in one process: the content of result.json, or the error that every rank raises."""
-    atexit.register(end_process_group)
+    atexit.register(end_processes, fabric)
     try:
         with translate_killed_worker():
             return _train(training, fabric)

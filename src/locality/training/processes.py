@@ -9,12 +9,12 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any
 
 import torch
 from lightning_fabric import Fabric
@@ -176,7 +176,7 @@ def killed_process(fabric: Fabric) -> ProcessKilled | None:
 
     Called when communication has failed.
     """
-    started: list[Any] = getattr(getattr(fabric.strategy, "launcher", None), "procs", [])
+    started = _started_by(fabric)
     children = list(started)
     started.clear()  # Fabric's observer would kill this process before it can say why
     time.sleep(_EXIT_SECONDS * bool(children))
@@ -186,11 +186,17 @@ def killed_process(fabric: Fabric) -> ProcessKilled | None:
     return None
 
 
-def end_process_group() -> None:
-    """Called at exit, since the same processes may train again.
+def end_processes(fabric: Fabric) -> None:
+    """Leave the process group, and wait for the processes that this one has started.
 
-    The threads of the group hold tensors, and releasing them while the interpreter finalises would
-    abort the process.
+    Called at exit, since the same processes may train again. The threads of the group hold tensors,
+    and releasing them while the interpreter finalises would abort the process.
     """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    for child in _started_by(fabric):
+        child.wait()
+
+
+def _started_by(fabric: Fabric) -> list[subprocess.Popen[bytes]]:
+    return getattr(getattr(fabric.strategy, "launcher", None), "procs", [])
