@@ -141,3 +141,24 @@ def test_importing_the_package_stays_quick():
     code = "import sys, locality; print({'torch', 'argparse'} & set(sys.modules))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert answer.stdout == "set()\n", answer.stderr
+
+
+UNGUARDED = """
+import multiprocessing
+import sys
+multiprocessing.set_start_method("forkserver", force=True)
+import locality
+settings = {"schedule__steps": 2, "engine__batch_size": 16, "data__workers": 2}
+locality.fit(sys.argv[1], "convit_nano", output="run", quiet=True, **settings)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_whose_loading_processes_import_it_is_told_how_to_guard_it(images, tmp_path):
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    words = [sys.executable, "script.py", str(images)]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode and "__main__" in done.stderr.splitlines()[-1], done.stderr
+    guarded = UNGUARDED.replace("\nlocality.fit", '\nif __name__ == "__main__":\n    locality.fit')
+    (tmp_path / "script.py").write_text(guarded)
+    subprocess.run(words, cwd=tmp_path, check=True, timeout=200)

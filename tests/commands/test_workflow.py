@@ -269,7 +269,7 @@ def test_report_says_what_it_leaves_out(run, tmp_path, cli):
     assert "unfinished" in said and "damaged" in said
     assert "<code>unfinished</code>" in (tmp_path / "page.html").read_text()
     shutil.rmtree(tmp_path / "runs" / "damaged")
-    cli(*words)
+    cli(*words, "--overwrite")
 
 
 def test_explore_says_what_it_leaves_out(run, some_bad, tmp_path, cli):

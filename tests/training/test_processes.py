@@ -86,9 +86,6 @@ def test_a_batch_that_cannot_be_divided_is_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(UserError, match="evenly between 3"):
         ResolvedRun(tiny())
-    monkeypatch.undo()
-    with pytest.raises(UserError, match="even number"):
-        ResolvedRun(tiny(augment__mixup=0.8, engine__devices=2, engine__batch_size=6))
 
 
 def test_torchrun_and_slurm_decide_how_many_processes_there_are(monkeypatch):

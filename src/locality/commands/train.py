@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import multiprocessing
 import os
 import shlex
 import sys
@@ -323,6 +324,10 @@ def fit(
         UserError: an unknown or invalid setting, or images that cannot be used.
         Interrupted, RunFailed: see `locality.training.train`.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        from locality.data.loader import UNGUARDED
+
+        raise SystemExit(f"locality: {UNGUARDED}")  # a loading process that imports the script
     short = {flag[2:]: name for name, flag in SHORT.items()}
     started = time.perf_counter()
     named = {"model": model, "model.weights": weights, "schedule.minutes": minutes} | settings

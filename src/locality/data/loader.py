@@ -196,6 +196,12 @@ def eval_loader(
     return BatchLoader(batches, range(len(batches)), persistent=True, **loading)
 
 
+UNGUARDED = (
+    "loading processes import the script that starts them: put its calls under "
+    '`if __name__ == "__main__":`, or set data.workers to 0 (data__workers=0)'
+)
+
+
 @contextlib.contextmanager
 def translate_killed_worker(iterator: Iterator[LoadedBatch] | None = None) -> Iterator[None]:
     """Replace torch's error for a killed loading process.
@@ -205,6 +211,7 @@ def translate_killed_worker(iterator: Iterator[LoadedBatch] | None = None) -> It
 
     Raises:
         ProcessKilled: a loading process was killed.
+        UserError: it could not start.
     """
     try:
         yield
@@ -212,6 +219,8 @@ def translate_killed_worker(iterator: Iterator[LoadedBatch] | None = None) -> It
         if found := _KILLED.search(str(error)):
             names = {signal.strsignal(signum): signum for signum in signal.Signals}
             raise ProcessKilled(_WORKER, names.get(found[1], signal.SIGKILL)) from error
+        if "exited unexpectedly" in str(error) and multiprocessing.get_start_method() != "fork":
+            raise UserError(UNGUARDED) from error
         # A connection failed; its worker has ended, or is about to.
         workers = getattr(iterator, "_workers", [])
         deadline = time.monotonic() + _EXIT_SECONDS

@@ -364,9 +364,9 @@ class RunConfig:
         """Images per process and micro-batch when `world_size` processes share an update.
 
         Raises:
-            UserError: if the batch cannot be divided evenly, or is odd with mixup or cutmix.
+            UserError: if the batch cannot be divided evenly.
         """
-        engine, augment = self.engine, self.augment
+        engine = self.engine
         parts = engine.accumulate * world_size
         if engine.batch_size % parts:
             raise UserError(
@@ -374,13 +374,7 @@ class RunConfig:
                 f"{world_size} process(es) (engine.devices) × {engine.accumulate} pass(es) "
                 f"(engine.accumulate); choose a multiple of {parts}"
             )
-        images = engine.batch_size // parts
-        if images % 2 and (augment.mixup or augment.cutmix) and augment.mixup_prob:
-            raise UserError(
-                f"mixup and cutmix mix pairs, so each process needs an even number of images per "
-                f"pass, not {images}; change engine.batch_size or engine.accumulate"
-            )
-        return images
+        return engine.batch_size // parts
 
 
 def computation_settings(config: RunConfig) -> dict[str, Any]:
