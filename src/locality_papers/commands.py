@@ -80,10 +80,10 @@ def reproduce(arguments: Sequence[str]) -> None:
 
 def search(arguments: Sequence[str]) -> None:
     """Search CvT architectures: train a supernet over strides and MLP ratios of the blocks, choose
-    a candidate within the limits, and write a page. The name selects all settings; training
+    a candidate within the limits. The name selects all settings; training
     settings are those of `locality train`. After an interruption, the same command resumes.
     """
-    from locality_papers.search.config import SEARCHES, check_model, named, read_search
+    from locality_papers.search.config import SEARCHES, named, read_search
 
     resumed, name = peek(arguments, "--resume"), first_word(arguments) or "digits"
     config = read_search(resumed) if resumed else named(name)
@@ -100,7 +100,6 @@ def search(arguments: Sequence[str]) -> None:
     if resumed and parser.settings:
         names = ", ".join(parser.settings)
         raise UserError(f"--resume uses the search's own settings; omit {names}")
-    check_model(parser.settings.get("model.name", config.run.model.name))
     own = vars(config).keys()
     changes = {name if name in own else f"run.{name}": x for name, x in parser.settings.items()}
     config = replace(config, changes)
@@ -109,8 +108,8 @@ def search(arguments: Sequence[str]) -> None:
     if options.dry_run:
         print(dry_run(config))
         return
-    default = f"runs/search/{name}-{config.method}-s{config.run.seed}"
+    default = f"runs/search/{name}-s{config.run.seed}"
     folder = resumed or options.output or default
     found = Search(config, folder, options.quiet).run()
     best = ", ".join(f"{top1:.2f}% by {way}" for way, top1 in found["best"].items())
-    print(f"candidate {found['candidate']}, held-out top-1 {best}: open {folder}/page.html")
+    print(f"{found['candidate']}, held-out top-1 {best}; settings in {folder}/chosen.yaml")

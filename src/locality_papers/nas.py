@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from itertools import combinations, starmap
 from pathlib import Path
@@ -11,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+from scipy.stats import kendalltau
 
 from locality.errors import UserError
 from locality.files import read_json
@@ -30,8 +30,8 @@ from locality_papers.measures import (
 )
 from locality_papers.scales import Scale
 from locality_papers.search.config import SearchConfig, named, read_search
-from locality_papers.search.run import Search, space_of
-from locality_papers.search.space import Candidates, SearchSpace
+from locality_papers.search.run import Search, shape, space_of
+from locality_papers.search.space import OPTIONS, Candidate, SearchSpace
 from locality_papers.specs import Cells, Column, Table, experiment, standard_columns
 
 SEARCHED = {"digits": "digits", "fashion": "fashion_mnist", "imagenet": "imagenet_nas"}
@@ -43,9 +43,9 @@ RANKED = 20
 _TASK = "locality_papers.nas:"
 
 
-def default_index(config: SearchConfig, space: SearchSpace) -> int:
-    """The candidate number of the CvT that the search starts from."""
-    return space.index(meta_model(config.run, space.base.num_classes).config)
+def default_candidate(config: SearchConfig, space: SearchSpace) -> Candidate:
+    """The CvT that the search starts from."""
+    return space.candidate(meta_model(config.run, space.base.num_classes).config)
 
 
 def search_below_default(config: RunConfig, folder: Path | str) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def search_below_default(config: RunConfig, folder: Path | str) -> dict[str, Any
     known = next(each for each in map(named, SEARCHED.values()) if each.run.recipe == config.recipe)
     search = dataclasses.replace(known, run=config, parameters=None)
     space = space_of(search)
-    macs = space.cost(default_index(search, space)).macs
+    macs = space.cost(default_candidate(search, space)).macs
     return Search(dataclasses.replace(search, macs=macs), folder, quiet=True).run()
 
 
@@ -74,15 +74,15 @@ def train_found(config: RunConfig, folder: Path | str) -> dict[str, Any]:
     return train(replace(config, chosen | {"model.weights": None}), folder)
 
 
-def _supernet_top1(numbers: tuple[int, ...]) -> Measure:
+def _supernet_top1(candidates: tuple[Candidate, ...]) -> Measure:
     """Held-out accuracies of candidates with the weights of a search's supernet."""
+    space_size = len(candidates[0]) * [len(OPTIONS)]
+    numbers = tuple(int(np.ravel_multi_index(each, space_size)) for each in candidates)
 
     def read(run: Run) -> list[float]:
-        config = read_search(run.folder)
-        search = Search(config, run.folder, quiet=True)
-        search.begin()
-        search.load_supernet(len(config.rounds()) - 1)
-        return [search.score(number)[0] for number in numbers]
+        search = Search(read_search(run.folder), run.folder, quiet=True)
+        search.load_supernet()
+        return [top1 for top1, _ in search.scores(candidates).values()]
 
     return Measure(f"supernet top1 of {numbers}", read)
 
@@ -92,9 +92,7 @@ def kendall(first: Sequence[float], second: Sequence[float]) -> float:
 
     Ties count as in τ_b. 0 if all values of one are equal.
     """
-    signs = [np.sign(np.subtract.outer(values, values)) for values in (first, second)]
-    scale = math.sqrt(np.square(signs[0]).sum() * np.square(signs[1]).sum())
-    return float((signs[0] * signs[1]).sum() / scale) if scale else 0.0
+    return float(np.nan_to_num(kendalltau(first, second).statistic))
 
 
 def between_seeds(candidates: Sequence[Quantity]) -> Quantity:
@@ -132,17 +130,18 @@ def nas(s: Scale) -> Table:
         empty = absent(f"scale '{s.name}' has no search")
         return Table({"default": {"top1": empty}}, columns, about=about)
     search = named(SEARCHED[s.name])
-    space = space_of(search)
-    default = default_index(search, space)
+    space = SearchSpace(space_of(search).base)
+    default = default_candidate(search, space)
     most, generator = space.cost(default).macs, np.random.default_rng(0)
-    drawn = Candidates(space, None, {"macs": most}).random(generator, 1000)
-    alike = [number for number in drawn if space.cost(number).macs > 0.95 * most]
-    ranked = tuple(Candidates(space).random(generator, RANKED))
+    drawn = SearchSpace(space.base, {"macs": most}).random(generator, 1000)
+    alike = [candidate for candidate in drawn if space.cost(candidate).macs > 0.95 * most]
+    ranked = tuple(space.random(generator, RANKED))
 
-    def scratch(number: int, seed: int) -> Run:
-        base, model = s.base("CvT-13", search.run.model.name), space.settings(number)
+    def scratch(candidate: Candidate, seed: int) -> Run:
+        base = s.base("CvT-13", search.run.model.name)
+        model = {f"model.{name}": value for name, value in space.settings(candidate).items()}
         config = replace(dataclasses.replace(base, seed=seed, model=search.run.model), model)
-        return s.run(config, f"candidate {number} seed {seed}")
+        return s.run(config, f"candidate {shape(candidate)} seed {seed}")
 
     searches, found = [], []
     for seed in s.seeds:
@@ -171,8 +170,8 @@ def nas(s: Scale) -> Table:
     )
     top1_of_ranked = of_result("top1")  # only the order counts, so without an error over images
     candidates = [
-        measured((scratch(number, seed) for seed in s.few_seeds), top1_of_ranked)
-        for number in ranked
+        measured((scratch(candidate, seed) for seed in s.few_seeds), top1_of_ranked)
+        for candidate in ranked
     ]
     inside = measured(searches[: len(s.few_seeds)], _supernet_top1(ranked))
     agreement = combined(lambda one, *others: kendall(one, others), inside, *candidates, unit="")

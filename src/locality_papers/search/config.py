@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from locality import checks, settings
 from locality.errors import UserError, lookup
@@ -16,8 +16,6 @@ from locality.training import RunConfig, recipe
 SEARCH_FILE = "search.yaml"
 # Share of the supernet's training in which only the largest candidate is trained.
 _WARMUP_FRACTION = 0.2
-# Share of the images, the easiest ones, in each round of a method.
-ROUNDS = {"sandwich": (1.0,), "da_nas": (0.25, 0.5, 1.0)}
 
 
 @dataclass(frozen=True)
@@ -27,8 +25,6 @@ class SearchConfig:
     Attributes:
         run: training of the supernet, its data, and the CvT whose blocks are searched; its own
             strides and ratios are the default candidate.
-        method: "sandwich" trains all candidates on all images; "da_nas" on increasingly hard
-            images, dropping the worst options in between (Dai et al. 2020).
         parameters: maximum number of parameters of a candidate; None for no limit.
         macs: maximum multiply-accumulates per image of a candidate; None for no limit.
         evaluations: candidates evaluated by evolution, and as many by random search.
@@ -38,20 +34,17 @@ class SearchConfig:
     """
 
     run: RunConfig
-    method: Literal["sandwich", "da_nas"] = "sandwich"
     parameters: checks.Positive | None = None
     macs: checks.Positive | None = None
     evaluations: checks.Count = 200
     held_out: checks.ProperShare = 0.2
     calibration: checks.Count = 512
 
-    REMOVED = (("latency", None),)
-
     def __post_init__(self) -> None:
         check(self)
-        if self.run.data.fraction < 1:
-            raise UserError("a search sets data.fraction itself; use data.train_part instead")
-        check_model(self.run.model.name)
+        if variant(self.run.model.name).family != "cvt":
+            name = self.run.model.name
+            raise UserError(f"model.name is '{name}'; a search needs a CvT, such as cvt_nano")
 
     @property
     def limits(self) -> dict[str, float]:
@@ -68,24 +61,10 @@ class SearchConfig:
         model = {"model.kv_stride": 1, "model.mlp_ratio": 4.0}
         return replace(self.run, model | parts)
 
-    def rounds(self) -> list[RunConfig]:
-        """The warm-up and the rounds of the supernet, without their initial weights."""
-        parts = ROUNDS[self.method]
-        runs = [_scaled_schedule(self.largest, _WARMUP_FRACTION)]
-        for part in parts:
-            run = _scaled_schedule(self.largest, (1 - _WARMUP_FRACTION) / len(parts))
-            changes: dict[str, Any] = {}
-            if part < 1:
-                changes["data.fraction"] = part
-                changes["schedule.constant_images"] = run.schedule.unit == "epochs"
-            runs.append(replace(run, changes))
-        return runs
-
-
-def check_model(name: str) -> None:
-    """Check that a model is a CvT."""
-    if variant(name).family != "cvt":
-        raise UserError(f"model.name is '{name}'; a search needs a CvT, such as cvt_nano")
+    def phases(self) -> tuple[RunConfig, RunConfig]:
+        """The warm-up, and the training of the supernet from its weights."""
+        warm_up = _scaled_schedule(self.largest, _WARMUP_FRACTION)
+        return warm_up, _scaled_schedule(self.largest, 1 - _WARMUP_FRACTION)
 
 
 def _scaled_schedule(run: RunConfig, part: float) -> RunConfig:

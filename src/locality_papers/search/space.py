@@ -1,5 +1,5 @@
-"""CvT's architecture search space (§4.2), the costs of its candidates, and search methods: random,
-evolution, and pruning of options.
+"""CvT's architecture search space (§4.2), the costs of its candidates, and random and evolutionary
+search.
 
 Each block chooses the stride of its keys and values, 1 or 2, and the ratio of its MLP, 2 or 4: 4¹³
 candidates for CvT-13. Costs are sums over blocks, so counting ten models is enough to compute the
@@ -17,7 +17,6 @@ that shape within 4.1 G.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -30,10 +29,14 @@ from locality.errors import UserError
 from locality.models import build, count_macs, count_parameters
 from locality.models.config import CvTConfig
 
-Counts = npt.NDArray[np.int64]
+OPTIONS = ((1, 2.0), (1, 4.0), (2, 2.0), (2, 4.0))
+"""The (stride of keys and values, MLP ratio) of a block."""
+Candidate = tuple[int, ...]
+"""Index of each block's option, first block first."""
 Score = tuple[float, float]
 """(top-1 on held-out images, −loss): higher is better."""
-Scores = dict[int, Score]
+Scores = dict[Candidate, Score]
+Counts = npt.NDArray[np.int64]
 
 POPULATION = 25
 """Size of the first generation, and number of best candidates that children are bred from."""
@@ -63,204 +66,127 @@ def cost(config: CvTConfig) -> Cost:
 
 
 class SearchSpace:
-    """All architectures that differ from `base` in each block's key-value stride and MLP ratio.
-
-    A candidate is a number below `len(space)`. Its digits in base `len(options)`, first block
-    first, are the blocks' options. Nothing is stored per candidate.
-
-    Attributes:
-        options: the (stride, ratio) pairs of a block.
-        tables: for "parameters" and "macs", the cost of the candidate with the first option in all
-            blocks, and the cost added by each block and option, (blocks, options).
+    """All architectures that differ from `base` in the `OPTIONS` of their blocks.
 
     Args:
         base: the configuration shared by all candidates.
-        kv_strides, mlp_ratios: choices of each block; §4.2's by default.
+        limits: maximum of "parameters", of "macs".
 
     Raises:
-        UserError: an invalid stride or ratio.
+        UserError: no candidate is within the limits.
     """
 
-    def __init__(
-        self,
-        base: CvTConfig,
-        kv_strides: tuple[int, ...] = (1, 2),
-        mlp_ratios: tuple[float, ...] = (2.0, 4.0),
-    ) -> None:
+    def __init__(self, base: CvTConfig, limits: Mapping[str, float] = {}) -> None:
         self.base = base
-        self.options = list(itertools.product(kv_strides, mlp_ratios))
         self.blocks = sum(stage.depth for stage in base.stages)
-        first = [self.options[0]] * self.blocks
-        fixed = cost(_with_choices(base, first))
+        first = (0,) * self.blocks
+        self._fixed = np.array(cost(self.config(first)))
         added: list[npt.NDArray[Any]] = []
         for stage in base.stages:  # blocks of a stage cost the same
-            place = len(added)
-            changed = [[*first[:place], option, *first[place + 1 :]] for option in self.options]
-            costs = [cost(_with_choices(base, choices)) for choices in changed]
-            added += [np.subtract(costs, fixed)] * stage.depth
-        table = np.array(added)
-        self.tables: dict[str, tuple[float, npt.NDArray[Any]]] = {
-            name: (fixed[n], table[..., n]) for n, name in enumerate(Cost._fields)
-        }
+            before, after = first[: len(added)], first[len(added) + 1 :]
+            costs = [cost(self.config((*before, n, *after))) for n in range(len(OPTIONS))]
+            added += [np.array(costs) - self._fixed] * stage.depth
+        self._added = np.array(added)  # (blocks, options, 2)
+        self._most = [limits.get(name, np.inf) for name in Cost._fields]
+        for name, least, most in zip(Cost._fields, self.bounds()[0], self._most, strict=True):
+            if least > most:
+                raise UserError(f"no candidate has {name} ≤ {most:g}; the minimum is {least:g}")
 
     def __len__(self) -> int:
-        return len(self.options) ** self.blocks
+        return len(OPTIONS) ** self.blocks
 
-    def __getitem__(self, index: int) -> CvTConfig:
-        """The configuration of candidate `index`."""
-        return _with_choices(self.base, self.choices(index))
+    def config(self, candidate: Candidate) -> CvTConfig:
+        """The configuration of a candidate."""
+        return self.base.with_overrides(**self.settings(candidate))
 
-    def choices(self, index: int) -> list[tuple[int, float]]:
-        """Stride and ratio of each block of candidate `index`."""
-        return [self.options[digit] for digit in self._digits_of(index)[0]]
+    @staticmethod
+    def settings(candidate: Candidate) -> dict[str, list[Any]]:
+        """The settings of a candidate, one value per block."""
+        strides, ratios = zip(*(OPTIONS[option] for option in candidate), strict=True)
+        return {"kv_stride": list(strides), "mlp_ratio": list(ratios)}
 
-    def settings(self, index: int) -> dict[str, list[Any]]:
-        """The run settings of a candidate by dotted name, one value per block."""
-        strides, ratios = zip(*self.choices(index), strict=True)
-        return {"model.kv_stride": list(strides), "model.mlp_ratio": list(ratios)}
+    def candidate(self, config: CvTConfig) -> Candidate:
+        """The candidate of a configuration.
 
-    def index(self, config: CvTConfig) -> int:
-        """The number of a candidate."""
+        Raises:
+            UserError: it is not in the space.
+        """
         choices = [
             choice
             for stage in config.stages
             for choice in zip(stage.kv_strides, stage.mlp_ratios, strict=True)
         ]
-        outside = [choice for choice in choices if choice not in self.options]
-        if outside:
-            raise UserError(
-                f"a block with (kv_stride, mlp_ratio) = {outside[0]} is not in this search space; "
-                f"its options are {self.options}"
-            )
-        if len(choices) != self.blocks or (
-            _with_choices(config, choices) != _with_choices(self.base, choices)
-        ):
-            raise UserError("this configuration differs from the search space's base model")
-        digits = [self.options.index(choice) for choice in choices]
-        return int(self.numbers(np.array([digits]))[0])
+        if len(choices) == self.blocks and set(choices) <= set(OPTIONS):
+            candidate = tuple(OPTIONS.index(choice) for choice in choices)
+            if config.with_overrides(**self.settings(candidate)) == self.config(candidate):
+                return candidate
+        raise UserError("this configuration is not in the search space")
 
-    def cost(self, index: int) -> Cost:
-        """The cost of candidate `index`."""
-        digits = self._digits_of(index)
-        return Cost(*(int(self.total_cost(name, digits)[0]) for name in Cost._fields))
+    def costs(self, candidates: Sequence[Candidate] | Counts) -> Counts:
+        """Parameters and MACs of candidates: (n, blocks) → (n, 2)."""
+        return self._fixed + self._added[np.arange(self.blocks), candidates].sum(axis=1)
 
-    def total_cost(self, name: str, digits: Counts) -> npt.NDArray[Any]:
-        """Parameters or MACs of candidates: (n, blocks) → (n,)."""
-        fixed, table = self.tables[name]
-        return fixed + table[np.arange(self.blocks), digits].sum(axis=1)
-
-    def fits(self, digits: Counts, limits: Mapping[str, float]) -> npt.NDArray[np.bool_]:
-        """Which candidates are within `limits` (table → maximum): (n, blocks) → (n,)."""
-        inside = np.ones(len(digits), dtype=bool)
-        for name, most in limits.items():
-            inside &= self.total_cost(name, digits) <= most
-        return inside
+    def cost(self, candidate: Candidate) -> Cost:
+        """The cost of a candidate."""
+        return Cost(*self.costs([candidate])[0].tolist())
 
     def bounds(self) -> tuple[Cost, Cost]:
         """The minimum and maximum of each cost over all candidates."""
-        counted = [self.tables[name] for name in Cost._fields]
-        least, most = (
-            Cost(*(int(fixed + pick(table, axis=1).sum()) for fixed, table in counted))
-            for pick in (np.min, np.max)
-        )
-        return least, most
+        least, most = (self._fixed + pick(self._added, 1).sum(0) for pick in (np.min, np.max))
+        return Cost(*least.tolist()), Cost(*most.tolist())
 
-    def _digits_of(self, index: int) -> Counts:
-        if not 0 <= index < len(self):
-            raise IndexError(f"candidate {index} does not exist; the space has {len(self)}")
-        return self.digits(np.array([index]))
-
-    def digits(self, indices: Counts) -> Counts:
-        """Options of each block: (n,) → (n, blocks)."""
-        return np.stack(np.unravel_index(indices, [len(self.options)] * self.blocks), axis=1)
-
-    def numbers(self, digits: Counts) -> Counts:
-        """Candidates with these options: (n, blocks) → (n,)."""
-        return np.ravel_multi_index(tuple(digits.T), [len(self.options)] * self.blocks)
-
-    def all_options(self) -> list[list[int]]:
-        """Indices of all options, for each block."""
-        return [list(range(len(self.options)))] * self.blocks
-
-
-def _with_choices(config: CvTConfig, choices: list[tuple[int, float]]) -> CvTConfig:
-    """A configuration with these (stride, ratio) pairs, block by block."""
-    strides, ratios = zip(*choices, strict=True)
-    return config.with_overrides(kv_stride=strides, mlp_ratio=ratios)
-
-
-class Candidates:
-    """The candidates of a space with allowed options and within limits.
-
-    Args:
-        space: the search space.
-        options: indices of the options allowed for each block; all by default.
-        limits: maximum costs by name of the space's tables.
-    """
-
-    def __init__(
-        self,
-        space: SearchSpace,
-        options: Sequence[Sequence[int]] | None = None,
-        limits: Mapping[str, float] = {},
-    ) -> None:
-        self.space, self.options = space, options or space.all_options()
-        self.limits = limits
-        for name, most in limits.items():
-            fixed, table = space.tables[name]
-            least = fixed + sum(table[b, row].min() for b, row in enumerate(self.options))
-            if least > most:
-                raise UserError(f"no candidate has {name} ≤ {most:g}; the minimum is {least:g}")
-
-    def inside(self, digits: Counts) -> list[int]:
+    def within(self, candidates: Counts) -> list[Candidate]:
         """The candidates within the limits: (n, blocks) → at most n."""
-        return self.space.numbers(digits[self.space.fits(digits, self.limits)]).tolist()
+        inside = (self.costs(candidates) <= self._most).all(axis=1)
+        return [tuple(row) for row in candidates[inside].tolist()]
 
     def random(
-        self, generator: np.random.Generator, count: int, known: Collection[int] = ()
-    ) -> list[int]:
-        """At most `count` distinct candidates not in `known`, drawn uniformly."""
-        found: dict[int, None] = {}
+        self, generator: np.random.Generator, count: int, known: Collection[Candidate] = ()
+    ) -> list[Candidate]:
+        """At most `count` distinct candidates within the limits not in `known`, drawn uniformly."""
+        drawn: dict[Candidate, None] = {}
         for _ in range(_CHUNKS):
-            for number in self.inside(self._sample_options(generator, _CHUNK)):
-                if len(found) < count and number not in known:
-                    found[number] = None
-            if len(found) == count:
+            inside = self.within(self._any(generator, _CHUNK))
+            drawn |= dict.fromkeys(new for new in inside if new not in known)
+            if len(drawn) >= count:
                 break
-        return list(found)
+        return list(drawn)[:count]
 
-    def _sample_options(self, generator: np.random.Generator, count: int) -> Counts:
-        return np.stack([generator.choice(row, count) for row in self.options], axis=1)
+    def _any(self, generator: np.random.Generator, count: int) -> Counts:
+        blocks = range(self.blocks)
+        return np.stack([generator.choice(len(OPTIONS), count) for _ in blocks], axis=1)
 
-    def breed(self, generator: np.random.Generator, count: int, ranked: Sequence[int]) -> Counts:
+    def breed(
+        self, generator: np.random.Generator, count: int, ranked: Sequence[Candidate]
+    ) -> list[Candidate]:
         """Children of tournament winners: uniform crossover, then mutation of one block on average.
 
         Args:
             generator: random generator.
-            count: number of children.
+            count: number of children; those above the limits are left out.
             ranked: possible parents, best first.
         """
-        parents = self.space.digits(np.array(ranked))
+        parents = np.array(ranked)
         one, other = (
             parents[generator.integers(len(parents), size=(count, _TOURNAMENT)).min(axis=1)]
             for _ in range(2)
         )
         crossed = np.where(generator.random(one.shape) < 0.5, one, other)
-        mutated = generator.random(one.shape) < 1 / self.space.blocks
-        return np.where(mutated, self._sample_options(generator, count), crossed)
+        mutated = generator.random(one.shape) < 1 / self.blocks
+        return self.within(np.where(mutated, self._any(generator, count), crossed))
 
 
 def evolve(
-    candidates: Candidates,
-    evaluate: Callable[[Sequence[int]], Scores],
+    space: SearchSpace,
+    evaluate: Callable[[Sequence[Candidate]], Scores],
     budget: int,
     generator: np.random.Generator,
-    first: Sequence[int],
+    first: Sequence[Candidate],
 ) -> Scores:
     """Evolutionary search: the scores of `budget` candidates.
 
     Args:
-        candidates: the allowed candidates.
+        space: the allowed candidates.
         evaluate: candidates → scores.
         budget: number of evaluations, including the first generation.
         generator: random generator; results are deterministic given its state and the scores.
@@ -268,47 +194,11 @@ def evolve(
     """
     scores = dict(evaluate(first[:POPULATION]))
     while (wanted := min(_GENERATION, budget - len(scores))) > 0:
-        ranked = sorted(scores, key=lambda number: scores[number], reverse=True)[:POPULATION]
-        children = candidates.inside(candidates.breed(generator, 8 * wanted, ranked))
-        new = [number for number in dict.fromkeys(children) if number not in scores][:wanted]
-        new += candidates.random(generator, wanted - len(new), {*scores, *new})
+        ranked = sorted(scores, key=lambda candidate: scores[candidate], reverse=True)[:POPULATION]
+        children = space.breed(generator, 8 * wanted, ranked)
+        new = [child for child in dict.fromkeys(children) if child not in scores][:wanted]
+        new += space.random(generator, wanted - len(new), {*scores, *new})
         if not new:
             break
         scores |= evaluate(new)
     return scores
-
-
-def prune(candidates: Candidates, scores: Scores, count: int) -> list[list[int]]:
-    """Drop the `count` worst options; returns the remaining ones of each block.
-
-    An option's score is the mean accuracy of the candidates that use it; its loss is the difference
-    to the best option of its block. Options without a candidate are dropped first. Each block keeps
-    its best option, and at least one candidate remains within the limits.
-    """
-    digits = candidates.space.digits(np.array([*scores], dtype=np.int64))
-    top1 = np.array([score[0] for score in scores.values()])
-    losses: dict[tuple[int, int], float] = {}
-    for block, row in enumerate(candidates.options):
-        users = {option: digits[:, block] == option for option in row}
-        means = {o: top1[who].mean() if who.any() else -np.inf for o, who in users.items()}
-        losses |= {(block, option): max(means.values()) - mean for option, mean in means.items()}
-    remaining = [list(row) for row in candidates.options]
-    for block, option in sorted(losses, key=lambda at: losses[at], reverse=True):
-        without = [row.copy() for row in remaining]
-        without[block].remove(option)
-        if (
-            count
-            and losses[block, option] > 0
-            and without[block]
-            and _feasible(candidates, without)
-        ):
-            remaining, count = without, count - 1
-    return remaining
-
-
-def _feasible(candidates: Candidates, options: Sequence[Sequence[int]]) -> bool:
-    try:
-        left = Candidates(candidates.space, options, candidates.limits)
-    except UserError:
-        return False
-    return bool(left.random(np.random.default_rng(0), 1))

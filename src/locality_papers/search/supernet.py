@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from lightning_fabric import Fabric
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from locality.data import DataSplits
 from locality.errors import UserError
 from locality.layers.block import Block
 from locality.layers.grid import hidden_width
@@ -28,7 +26,7 @@ from locality.training.engine import Training
 from locality.training.objective import Objective
 from locality.training.resolved_run import ResolvedRun
 from locality.training.state import Components
-from locality_papers.search.space import SearchSpace
+from locality_papers.search.space import OPTIONS, Candidate, SearchSpace
 
 RANDOM_CANDIDATES = 2
 """Random candidates in each step, in addition to the largest and the smallest."""
@@ -40,59 +38,49 @@ class Supernet(nn.Module):
     Args:
         model: the largest candidate; its weights are shared, not copied.
         space: the search space.
-        options: indices of the options allowed for each block; all by default.
 
     Raises:
         UserError: the candidates cannot share weights, or the model recomputes blocks in the
             backward pass, when the blocks may be set to another candidate.
     """
 
-    def __init__(
-        self,
-        model: ImageClassifier,
-        space: SearchSpace,
-        options: Sequence[Sequence[int]] | None = None,
-    ) -> None:
+    def __init__(self, model: ImageClassifier, space: SearchSpace) -> None:
         super().__init__()
         if not all(stage.projection == "conv" for stage in space.base.stages):
             raise UserError("a search over strides needs convolutional projections in every stage")
         if model.grad_checkpointing:
             raise UserError("a supernet cannot recompute blocks; unset engine.grad_checkpointing")
         self.model, self.space = model, space
-        self.options = options or space.all_options()
-        # The smallest and the largest candidate, by each block's cost.
-        _, macs = space.tables["macs"]
-        ordered = [sorted(row, key=lambda o: macs[b, o]) for b, row in enumerate(self.options)]
-        self.smallest, self.largest = ([row[end] for row in ordered] for end in (0, -1))
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits of the sandwich's candidates, (B, 3, H, W) → (candidates, B, classes)."""
-        return torch.stack([self.run(digits, images) for digits in self.sandwich()])
+        return torch.stack([self.run(candidate, images) for candidate in self.sandwich()])
 
-    def sandwich(self) -> list[list[int]]:
-        """The options of one step's candidates: the largest, the smallest and random ones, drawn
-        from torch's default generator.
+    def sandwich(self) -> list[Candidate]:
+        """One step's candidates: the largest, the smallest, and random ones, drawn from torch's
+        default generator.
         """
+        blocks = self.space.blocks
         drawn = [
-            [row[torch.randint(len(row), ()).item()] for row in self.options]  # type: ignore[index]
+            tuple(int(torch.randint(len(OPTIONS), ())) for _ in range(blocks))
             for _ in range(RANDOM_CANDIDATES)
         ]
-        return [self.largest, self.smallest, *drawn]
+        return [(OPTIONS.index((1, 4.0)),) * blocks, (OPTIONS.index((2, 2.0)),) * blocks, *drawn]
 
-    def run(self, digits: Sequence[int], images: Tensor) -> Tensor:
-        """Logits of the candidate with these options, (B, 3, H, W) → (B, classes)."""
-        choices = [self.space.options[digit] for digit in digits]
+    def run(self, candidate: Candidate, images: Tensor) -> Tensor:
+        """Logits of a candidate, (B, 3, H, W) → (B, classes)."""
+        choices = [OPTIONS[option] for option in candidate]
         blocks = blocks_of(self.model)
         with _strides(blocks.values(), [stride for stride, _ in choices]):
             ratios = [ratio for _, ratio in choices]
             return functional_call(self.model, _slice_hidden_units(blocks, ratios), (images,))
 
 
-def extract(model: ImageClassifier, space: SearchSpace, index: int) -> ImageClassifier:
-    """Candidate `index` as an ordinary CvT with a copy of its weights."""
+def extract(model: ImageClassifier, space: SearchSpace, candidate: Candidate) -> ImageClassifier:
+    """A candidate as an ordinary CvT with a copy of its weights."""
     with torch.device("meta"):
-        small = build(space[index])
-    ratios = [ratio for _, ratio in space.choices(index)]
+        small = build(space.config(candidate))
+    ratios = [OPTIONS[option][1] for option in candidate]
     state = model.state_dict() | _slice_hidden_units(blocks_of(model), ratios)
     copied = {name: tensor.detach().clone() for name, tensor in state.items()}
     small.load_state_dict(copied, assign=True)
@@ -187,40 +175,18 @@ class Sandwich(Objective):
 
 
 class SupernetComponents(Components):
-    """Components of a run that trains a supernet.
-
-    Args:
-        given: see `Components`.
-        options: indices of the options allowed for each block.
-    """
+    """Components of a run that trains a supernet."""
 
     objective_class = Sandwich
 
-    def __init__(self, *given: Any, options: Sequence[Sequence[int]]) -> None:
-        self.options = options
-        super().__init__(*given)
-
     def module(self) -> nn.Module:
         """The supernet: images → logits of several candidates."""
-        return Supernet(self.model, SearchSpace(self.model.config), self.options)
+        return Supernet(self.model, SearchSpace(self.model.config))
 
 
-@dataclass(kw_only=True)
 class SupernetTraining(Training):
-    """Training of a supernet on a subset of a run's images.
-
-    Attributes:
-        splits: the images.
-        options: indices of the options allowed for each block.
-    """
-
-    splits: DataSplits
-    options: Sequence[Sequence[int]]
-
-    def resolve(self) -> ResolvedRun:
-        """The run with these images."""
-        return ResolvedRun(self.config, self.splits, self.folder.recorded_classes())
+    """Training of a supernet."""
 
     def components(self, fabric: Fabric, run: ResolvedRun, model: ImageClassifier) -> Components:
         """The components of a supernet."""
-        return SupernetComponents(fabric, run, model, options=self.options)
+        return SupernetComponents(fabric, run, model)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from locality.models import build, variant
-from locality_papers.search import SearchSpace
+from locality_papers.search.space import SearchSpace
 
 OVERRIDES = {"stages": [
     {"embed_dim": 8, "num_heads": 1, "depth": 1, "embed_kernel": 3, "embed_stride": 2},

@@ -1,33 +1,37 @@
-"""Evolution finds known optima; the worst options are dropped."""
+"""Evolution finds known optima."""
+
+import itertools
 
 import numpy as np
 import pytest
 
+from locality.errors import UserError
 from locality.models import variant
-from locality_papers.search import SearchSpace
-from locality_papers.search.space import POPULATION, Candidates, evolve, prune
+from locality_papers.search.space import POPULATION, SearchSpace, evolve
 
-SIX = SearchSpace(variant("cvt_pico").config.with_overrides(depth=(1, 2, 3)))
+BASE = variant("cvt_pico").config.with_overrides(depth=(1, 2, 3))
+SIX = np.array(list(itertools.product(range(4), repeat=6)))
 
 
-def worth(space, numbers):
+def worth(candidates):
     """A known accuracy with a best option per block and interactions between neighbours."""
-    values = np.random.default_rng(3).normal(size=(space.blocks, 4))
-    pairs = np.random.default_rng(4).normal(size=(space.blocks, 4, 4)) / 2
-    digits = space.digits(np.array(numbers))
-    blocks = np.arange(space.blocks)
-    found = values[blocks, digits].sum(axis=1)
-    found += pairs[blocks[:-1], digits[:, :-1], digits[:, 1:]].sum(axis=1)
-    return {int(n): (float(top1), 0.0) for n, top1 in zip(numbers, found, strict=True)}
+    values = np.random.default_rng(3).normal(size=(6, 4))
+    pairs = np.random.default_rng(4).normal(size=(6, 4, 4)) / 2
+    digits, blocks = np.array(candidates), np.arange(6)
+    accuracy = values[blocks, digits].sum(axis=1)
+    accuracy += pairs[blocks[:-1], digits[:, :-1], digits[:, 1:]].sum(axis=1)
+    return {
+        candidate: (float(top1), 0.0) for candidate, top1 in zip(candidates, accuracy, strict=True)
+    }
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_evolution_finds_the_best_hundredth_of_a_space_that_can_be_enumerated(seed):
-    limits = {"macs": float(np.median(SIX.total_cost("macs", SIX.digits(np.arange(4096)))))}
-    candidates, generator = Candidates(SIX, None, limits), np.random.default_rng(seed)
-    everything = worth(SIX, candidates.inside(SIX.digits(np.arange(4096))))
-    first = candidates.random(generator, POPULATION)
-    scores = evolve(candidates, lambda n: worth(SIX, n), 200, generator, first)
+    most = float(np.median(SearchSpace(BASE).costs(SIX)[:, 1]))
+    space, generator = SearchSpace(BASE, {"macs": most}), np.random.default_rng(seed)
+    everything = worth(space.within(SIX))
+    first = space.random(generator, POPULATION)
+    scores = evolve(space, worth, 200, generator, first)
     assert len(scores) == 200 and set(scores) <= set(everything) and set(first) <= set(scores)
     better = sum(score > max(scores.values()) for score in everything.values())
     assert better < len(everything) / 100
@@ -35,42 +39,20 @@ def test_evolution_finds_the_best_hundredth_of_a_space_that_can_be_enumerated(se
 
 def test_the_same_draws_give_the_same_candidates():
     def run(seed):
-        generator = np.random.default_rng(seed)
-        candidates = Candidates(SIX)
-        first = candidates.random(generator, 10)
-        return list(evolve(candidates, lambda n: worth(SIX, n), 60, generator, first))
+        generator, space = np.random.default_rng(seed), SearchSpace(BASE)
+        return list(evolve(space, worth, 60, generator, space.random(generator, 10)))
 
     assert run(1) == run(1) != run(2)
 
 
-def test_a_small_space_is_searched_to_its_end(space):
-    candidates, generator = Candidates(space, [[0, 1], [2], [3, 0]]), np.random.default_rng(0)
-    numbers = candidates.random(generator, 100)
-    assert sorted(numbers) == sorted(all_of(space))
-    scores = evolve(candidates, lambda n: worth(space, n), 100, generator, numbers[:1])
-    assert sorted(scores) == sorted(numbers)
+def test_a_small_space_is_searched_to_its_end():
+    space, generator = SearchSpace(BASE.with_overrides(depth=(1, 1, 1))), np.random.default_rng(0)
+    candidates = space.random(generator, 100)
+    assert len(candidates) == len(space) == 64
+    scores = evolve(space, lambda new: dict.fromkeys(new, (0, 0)), 100, generator, candidates[:1])
+    assert set(scores) == set(candidates)
 
 
-def all_of(space):
-    rows = np.array([[a, 2, b] for a in (0, 1) for b in (3, 0)])
-    return space.numbers(rows).tolist()
-
-
-def test_options_that_lose_are_dropped(space):
-    likes = np.array([[3.0, 0, 0, 1], [0, 0, 5, 0], [1, 2, 0, 0]])
-    numbers = range(64)
-    digits = space.digits(np.array(numbers))
-    scores = {n: (float(likes[[0, 1, 2], row].sum()), 0.0) for n, row in enumerate(digits)}
-    assert prune(Candidates(space), scores, 3)[1] == [2]
-    assert prune(Candidates(space), scores, 5) == [[0, 3], [2], [0, 1, 2, 3]]
-    # Every block keeps its best option, however many are dropped.
-    assert prune(Candidates(space), scores, 12) == [[0], [2], [1]]
-    # If only the cheapest candidate is within the limit, its options stay too.
-    least = float(space.bounds()[0].macs)
-    kept = prune(Candidates(space, None, {"macs": least}), scores, 12)
-    assert kept == [[0, 2], [2], [1, 2]]
-
-
-def test_what_fits_nowhere_is_refused(space):
-    with pytest.raises(ValueError, match="macs"):
-        Candidates(space, None, {"macs": 1})
+def test_what_fits_nowhere_is_refused():
+    with pytest.raises(UserError, match="macs"):
+        SearchSpace(BASE, {"macs": 1})

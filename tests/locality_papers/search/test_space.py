@@ -1,15 +1,17 @@
 """The search space of CvT §4.2: costs against the closed form, and its numbering."""
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
 
+from locality.errors import UserError
 from locality.layers.grid import hidden_width
 from locality.models import build, list_models, variant
 from locality.models.config import to_2tuple
-from locality_papers.search import Cost, SearchSpace, cost
+from locality_papers.search.space import OPTIONS, Cost, SearchSpace, cost
 
 CVT_13 = variant("cvt_13").config
 
@@ -84,40 +86,25 @@ def test_cost_knows_every_field(overrides):
     assert cost(config) == closed_form(config)
 
 
-def test_it_has_every_choice_of_every_block(space):
-    assert len(space) == 4**13
-    for index in np.random.default_rng(0).integers(0, len(space), 5).tolist():
-        assert space.cost(index) == cost(space[index]) == closed_form(space[index])
-    assert space.options == [(1, 2.0), (1, 4.0), (2, 2.0), (2, 4.0)]
-    first, last = space[0], space[len(space) - 1]
-    assert {s for stage in first.stages for s in stage.kv_strides} == {1}
-    assert {r for stage in last.stages for r in stage.mlp_ratios} == {4.0}
-    assert space.index(CVT_13) == len(space) - 1
-
-
 def test_a_whole_small_space():
-    """Enumerated: all distinct, numbered in order, costs equal alone and in batches."""
-    base = CVT_13.with_overrides(depth=(1, 1, 2), img_size=32)
-    space = SearchSpace(base)
-    configs = [space[index] for index in range(256)]
-    assert len(configs) == len(set(configs)) == len(space) == 4**4
-    assert [space.index(config) for config in configs] == list(range(256))
-    digits = space.digits(np.arange(256))
-    parameters, macs = (space.total_cost(name, digits) for name in Cost._fields)
-    assert [Cost(*pair) for pair in zip(parameters, macs, strict=True)] == [
-        closed_form(config) for config in configs
-    ]
-    least, most = space.bounds()
-    assert (least.parameters, most.parameters) == (parameters.min(), parameters.max())
-    assert (least.macs, most.macs) == (macs.min(), macs.max())
-    limits = {"parameters": np.median(parameters), "macs": np.median(macs)}
-    expected = (parameters <= limits["parameters"]) & (macs <= limits["macs"])
-    assert space.fits(digits, limits).tolist() == expected.tolist()
+    """Enumerated: all distinct, costs equal alone and in batches."""
+    space = SearchSpace(CVT_13.with_overrides(depth=(1, 1, 2), img_size=32))
+    candidates = list(itertools.product(range(4), repeat=4))
+    configs = [space.config(candidate) for candidate in candidates]
+    assert len(configs) == len(set(configs)) == len(space)
+    assert [space.candidate(config) for config in configs] == candidates
+    costs = space.costs(candidates)
+    assert [Cost(*row) for row in costs.tolist()] == [closed_form(config) for config in configs]
+    assert [list(bound) for bound in space.bounds()] == [[*costs.min(0)], [*costs.max(0)]]
+    limits = dict(zip(Cost._fields, np.median(costs, axis=0), strict=True))
+    inside = SearchSpace(space.base, limits).within(np.array(candidates))
+    fit = (costs <= np.median(costs, axis=0)).all(axis=1)
+    assert inside == [c for c, fits in zip(candidates, fit, strict=True) if fits]
 
 
 def test_the_named_reconstruction_is_the_bottleneck_the_paper_describes(space):
     config = variant("cvt_13_nas").config
-    found = space.cost(space.index(config))
+    found = space.cost(space.candidate(config))
     assert found.parameters <= 18.0e6 and found.macs <= 4.1e9
     strides = [s for stage in config.stages for s in stage.kv_strides]
     ratios = [r for stage in config.stages for r in stage.mlp_ratios]
@@ -130,11 +117,7 @@ def test_the_named_reconstruction_is_the_bottleneck_the_paper_describes(space):
 
 
 def test_what_is_outside_is_refused(space):
+    assert len(space) == len(OPTIONS) ** 13 and space.candidate(CVT_13) == 13 * (3,)
     for changed in ({"kv_stride": 3}, {"num_classes": 7}, {"depth": (1, 2, 11)}):
-        with pytest.raises(ValueError, match="space"):
-            space.index(CVT_13.with_overrides(**changed))
-    with pytest.raises(IndexError, match="67108864"):
-        space[4**13]
-    for values in ({"kv_strides": (0, 1)}, {"mlp_ratios": (0.0,)}):
-        with pytest.raises(ValueError, match=next(iter(values))[:-1]):
-            SearchSpace(CVT_13, **values)
+        with pytest.raises(UserError, match="space"):
+            space.candidate(CVT_13.with_overrides(**changed))
