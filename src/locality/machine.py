@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib.metadata
+import multiprocessing
 import os
 import platform
 import shlex
@@ -24,6 +25,19 @@ def processor_name() -> str:
         line = next(line for line in file if line.startswith("model name"))
         return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+UNGUARDED = 79
+"""Exit code of a worker whose script has no main guard."""
+
+
+def end_if_importing() -> None:
+    """End a worker that imports a script without a main guard, which would train in every worker.
+
+    The process that started it says so, see `locality.data.loader`.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        os._exit(UNGUARDED)  # of SystemExit the fork server makes another code
 
 
 def processors() -> int:

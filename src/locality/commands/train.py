@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import multiprocessing
 import os
 import shlex
 import sys
@@ -18,7 +17,7 @@ from locality.commands import folder_name, images_at, say
 from locality.commands.parsing import Parser, first_word, peek
 from locality.errors import UserError, printable, some, unknown
 from locality.files import missing, read_yaml
-from locality.machine import is_main_process
+from locality.machine import end_if_importing, is_main_process
 from locality.progress import doing
 from locality.runs import is_run_folder
 from locality.settings import Setting, flatten, replace, to_dict, to_yaml
@@ -324,10 +323,7 @@ def fit(
         UserError: an unknown or invalid setting, or images that cannot be used.
         Interrupted, RunFailed: see `locality.training.train`.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        from locality.data.loader import UNGUARDED
-
-        raise SystemExit(f"locality: {UNGUARDED}")  # a loading process that imports the script
+    end_if_importing()
     short = {flag[2:]: name for name, flag in SHORT.items()}
     started = time.perf_counter()
     named = {"model": model, "model.weights": weights, "schedule.minutes": minutes} | settings

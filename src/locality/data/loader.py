@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import multiprocessing.queues
 import os
 import pickle
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +24,7 @@ from locality.data.batches import Batch, EvalBatches, LoadedBatch, OnBad, TrainB
 from locality.data.config import AugmentConfig, InputConfig
 from locality.data.sources import ImageSource
 from locality.errors import ProcessKilled, UserError
+from locality.machine import UNGUARDED, end_if_importing
 
 _WORKER = "a process that loads images"
 _KILLED = re.compile(r"DataLoader worker \(pid.*\) is killed by signal: (.*?)\.")
@@ -59,6 +62,7 @@ class BatchLoader:
         workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
+        end_if_importing()
         self.skipped: dict[str, str] = {}
         self._max_bad_images = max_bad_images
         self._numbers = numbers
@@ -68,6 +72,7 @@ class BatchLoader:
             sampler=numbers,
             num_workers=workers,
             collate_fn=partial(_sendable, workers),
+            multiprocessing_context=_start_method() if workers else None,
             pin_memory=pin_memory,
             worker_init_fn=_init_worker,
             persistent_workers=persistent and workers > 0,
@@ -196,7 +201,7 @@ def eval_loader(
     return BatchLoader(batches, range(len(batches)), persistent=True, **loading)
 
 
-UNGUARDED = (
+_NO_GUARD = (
     "loading processes import the script that starts them: put its calls under "
     '`if __name__ == "__main__":`, or set data.workers to 0 (data__workers=0)'
 )
@@ -211,7 +216,7 @@ def translate_killed_worker(iterator: Iterator[LoadedBatch] | None = None) -> It
 
     Raises:
         ProcessKilled: a loading process was killed.
-        UserError: it could not start.
+        UserError: it imported a script without a main guard.
     """
     try:
         yield
@@ -219,10 +224,11 @@ def translate_killed_worker(iterator: Iterator[LoadedBatch] | None = None) -> It
         if found := _KILLED.search(str(error)):
             names = {signal.strsignal(signum): signum for signum in signal.Signals}
             raise ProcessKilled(_WORKER, names.get(found[1], signal.SIGKILL)) from error
-        if "exited unexpectedly" in str(error) and multiprocessing.get_start_method() != "fork":
-            raise UserError(UNGUARDED) from error
-        # A connection failed; its worker has ended, or is about to.
         workers = getattr(iterator, "_workers", [])
+        unguarded = any(worker.exitcode == UNGUARDED for worker in workers)
+        if unguarded or f"exit code {UNGUARDED}" in str(error):
+            raise UserError(_NO_GUARD) from error
+        # A connection failed; its worker has ended, or is about to.
         deadline = time.monotonic() + _EXIT_SECONDS
         while workers and time.monotonic() < deadline:
             for code in (worker.exitcode for worker in workers):
@@ -230,6 +236,12 @@ def translate_killed_worker(iterator: Iterator[LoadedBatch] | None = None) -> It
                     raise ProcessKilled(_WORKER, -code) from error
             time.sleep(0.01)
         raise
+
+
+def _start_method() -> str | None:
+    """How workers start: forked on Linux, in all versions of Python, unless the user chose."""
+    chosen = multiprocessing.get_start_method(allow_none=True)
+    return "fork" if chosen is None and sys.platform == "linux" else chosen
 
 
 def _sendable(workers: int, loaded: LoadedBatch) -> Any:
