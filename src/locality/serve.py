@@ -33,8 +33,7 @@ from locality import __version__
 from locality.analysis.explorer import explorer_page
 from locality.checkpoints.api import Classifier
 from locality.data.config import Decoding
-from locality.data.decoding import decode
-from locality.data.sources import BadImage
+from locality.data.decoding import BadImage, decode
 from locality.errors import NonFiniteLogits, UserError, printable, some, wrap_errors
 from locality.templates import render
 

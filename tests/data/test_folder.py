@@ -8,6 +8,7 @@ import unicodedata
 import numpy as np
 import pytest
 
+from locality.commands import images_at
 from locality.data import BadImage, DataConfig, check, open_data
 from locality.data.folder import image_files, list_folder, part_of
 from locality.errors import UserError
@@ -84,6 +85,13 @@ def test_layouts_that_are_refused(tmp_path, class_folders, layout, named):
     class_folders(tmp_path, layout)
     with pytest.raises(UserError, match=named):
         folder(tmp_path)
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/x", "https://a.org/x", "gs://b", "file:///x"])
+def test_addresses_are_not_folders(address):
+    for look in (folder, images_at, lambda name: list(image_files([name]))):
+        with pytest.raises(UserError, match=f"'{address}' is an address"):
+            look(address)
 
 
 def test_tables_of_images_are_pointed_to_their_dataset(tmp_path):

@@ -11,7 +11,7 @@ from timm.data import create_transform
 
 from locality.data import AugmentConfig, Preprocessing
 from locality.data.preprocessing import eval_transform, train_transform
-from locality.data.resizing import resize_and_crop
+from locality.data.resizing import cropped_share, resize_and_crop
 
 
 def timms(image, preprocessing):
@@ -50,6 +50,19 @@ def test_pixels_are_timms(shape, size, mode, filter_, crop_pct):
     preprocessing = Preprocessing(size, interpolation=filter_, crop_pct=crop_pct, crop_mode=mode)
     image = noise(*shape)
     assert np.array_equal(resize_and_crop(image, preprocessing), timms(image, preprocessing))
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "target", "share"),
+    [(9, 9, (1, 1), 0), (9, 3, (1, 1), 2 / 3), (2, 12, (1, 1), 5 / 6), (9, 3, (16, 48), 0)],
+)
+def test_the_share_that_a_centre_crop_drops(width, height, target, share):
+    assert cropped_share(width, height, target) == pytest.approx(share)
+    pixels = np.zeros((height, width), np.uint8)
+    scale = min(height / target[0], width / target[1])
+    rows, columns = (round(side * scale) for side in target)
+    pixels[(height - rows) // 2 :][:rows, (width - columns) // 2 :][:, :columns] = 1
+    assert 1 - pixels.mean() == pytest.approx(share)
 
 
 @pytest.mark.parametrize("shape", [(1, 5_000_000), (5_000_000, 1), (2, 1_000_000)])

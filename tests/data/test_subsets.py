@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from sklearn.datasets import load_digits
 
 from locality.data import DataConfig, open_data
@@ -180,3 +181,50 @@ def test_a_subset_of_a_subset_reads_the_source_itself():
     assert inner.describe(1) == train.describe(5)
     assert inner.read(0).tobytes() == train.read(2).tobytes()
     assert np.array_equal(inner.pixels, train.pixels[[2, 5]])
+
+
+def plant(folder, image_file, seed):
+    """40 images of two classes; some are copies: renamed, of another class, in other formats."""
+    random = np.random.default_rng(seed)
+    for number in range(40):
+        target = folder / ("cat", "dog")[random.integers(2)] / f"{number:02}.png"
+        earlier = sorted(folder.glob("*/*.*"))
+        kind = (None, None, ".png", ".bmp", ".tif", "less")[random.integers(6)] if earlier else None
+        target.parent.mkdir(exist_ok=True)
+        if kind is None:
+            image_file(target, seed=100 * seed + number, size=(4, 5))
+        elif kind == ".png":
+            target.write_bytes(earlier[random.integers(len(earlier))].read_bytes())
+        else:
+            image = Image.open(earlier[random.integers(len(earlier))])
+            image.save(target.with_suffix(kind) if "." in kind else target, compress_level=0)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_copies_stay_on_one_side_of_a_split(tmp_path, image_file, seed):
+    plant(tmp_path, image_file, seed)
+    for settings in ({}, {"fold": (1, 3)}, {"train_part": (0, 0.5), "val_part": (0.5, 1)}):
+        splits = open_data(DataConfig("folder", str(tmp_path), **settings), seed=0)
+        train, val = pictures_of(splits.train), pictures_of(splits.val)
+        assert train and val and not train & val
+        assert settings or len(splits.train) + len(splits.val) == 40
+
+
+def test_copies_among_many_files_are_found_by_their_bytes(
+    tmp_path, class_folders, monkeypatch, caplog
+):
+    monkeypatch.setattr("locality.data.sources.COMPARED_BYTES", 0)
+    class_folders(tmp_path, {"cat": 20, "dog": 20})
+    for path in sorted(tmp_path.glob("*/*.png"))[::2]:
+        path.with_stem(f"{path.stem} copy").write_bytes(path.read_bytes())
+    splits = open_data(DataConfig("folder", str(tmp_path)), seed=0)
+    assert not pictures_of(splits.train) & pictures_of(splits.val)
+    assert len(splits.train) + len(splits.val) == 60
+    assert "20 of 60 images are copies" in caplog.text
+
+
+def test_without_copies_the_split_is_that_of_all_images(tmp_path, class_folders):
+    class_folders(tmp_path, {"cat": 20, "dog": 11})
+    splits = open_data(DataConfig("folder", str(tmp_path), split_seed=3), seed=0)
+    train, val = stratified_split(np.repeat([0, 1], [20, 11]), 0.25, 3)
+    assert np.array_equal(splits.train.indices, train) and np.array_equal(splits.val.indices, val)

@@ -69,11 +69,26 @@ def test_everything_that_can_be_wrong(train_val, class_folders, image_file):
     assert not imbalance({"a": 100, "b": 90}) and "9" in imbalance({"a": 100, "b": 9})
 
 
-def test_copies_in_a_folder_that_will_be_split_need_attention(train_val):
-    train = train_val / "train"
-    (train / "cat" / "again.png").write_bytes((train / "cat" / "002.png").read_bytes())
-    assert report(train_val).ok and len(report(train_val).repeats) == 1
-    assert not report(train).ok
+def test_copies_in_other_formats_are_listed(train_val):
+    with Image.open(train_val / "train/cat/002.png") as image:
+        image.save(train_val / "train/cat/again.bmp")
+        image.save(train_val / "val/bee/again.tif")
+    result = report(train_val)
+    assert (len(result.repeats), len(result.duplicates), result.ok) == (1, 1, False)
+    assert report(train_val / "train").ok  # a split keeps copies together
+
+
+@pytest.mark.parametrize(("size", "said"), [((9, 9), ""), ((9, 3), "67%"), ((2, 12), "83%")])
+def test_what_a_crop_drops_is_said(tmp_path, class_folders, size, said):
+    class_folders(tmp_path, {"a": 4, "b": 4}, size=size)
+    lines = "\n".join(report(tmp_path).lines())
+    assert ("crop drops" in lines) == bool(said) and said in lines
+
+
+def test_images_in_memory_are_checked(fashion_mnist):
+    result = report(fashion_mnist, dataset="fashion_mnist")
+    assert result.ok and result.images == {"train": 600, "val": 40} and result.classes == 10
+    assert result.sizes["width"] == [28] * 5
 
 
 def test_several_processes_find_the_same(train_val, image_file):

@@ -50,6 +50,27 @@ def test_the_images_alone_decide(tmp_path):
     assert autofit("photos", given(root) | large).config.augment.auto_augment
 
 
+@pytest.mark.parametrize(
+    ("size", "squashed", "said"),
+    [
+        ((32, 32), False, ""),
+        ((37, 32), False, "14%"),
+        ((96, 32), True, "67%"),
+        ((16, 96), True, "83%"),
+    ],
+)
+def test_long_images_are_squashed(tmp_path, size, squashed, said):
+    root = given(write_classes(tmp_path / "photos", {"a": 9, "b": 9}, size=size[::-1]))
+    chosen = autofit("photos", root)
+    assert (chosen.config.input.crop_mode == "squash") == squashed
+    assert chosen.config.augment.crop == "pad" and said in str(chosen)
+    assert ("% of the pixels" in str(chosen)) == bool(said)
+    asked = autofit("photos", root | {"input.crop_mode": "center"})
+    assert asked.config.input.crop_mode == "center" and said in str(asked)
+    fitting = autofit("photos", root | {"model.img_size": (size[1], size[0] // 8 * 8)})
+    assert fitting.config.input.crop_mode == "center"
+
+
 def test_fine_tuning_takes_architecture_and_preparation_from_the_weights(tmp_path):
     donor = tmp_path / "donor"
     train(tiny(input__crop_mode="squash"), donor)

@@ -22,9 +22,8 @@ from locality.checkpoints.onnx import open_graph
 from locality.checkpoints.registry import WEIGHT_FILES, detect_kind, source
 from locality.checkpoints.resolve import graph_not_model, read
 from locality.data.config import Preprocessing
-from locality.data.decoding import convert, to_rgb
+from locality.data.decoding import BadImage, convert, to_rgb
 from locality.data.preprocessing import eval_transform, normalise
-from locality.data.sources import BadImage
 from locality.errors import NonFiniteLogits, UserError, prefix_errors, wrap_errors
 from locality.models import factory
 from locality.models.base import ImageClassifier

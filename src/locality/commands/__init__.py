@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from locality.checkpoints.registry import detect_kind
 from locality.data.config import DataConfig
+from locality.data.folder import check_address
 from locality.data.table import has_table
 from locality.errors import UserError
 from locality.files import missing
@@ -81,8 +82,10 @@ def report_unreadable(bad: Sequence[str], count: int, what: str) -> int:
     return 1 if bad else 0
 
 
-def images_at(path: Path) -> dict[str, Any]:
+def images_at(name: str) -> dict[str, Any]:
     """The settings of a custom dataset, a table or a folder of images."""
+    check_address(name)
+    path = Path(name)
     if not path.exists():
         raise missing(path)
     table = path.is_file() or has_table(path)

@@ -162,7 +162,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     if options.images is not None:
         if "data.root" in given:
             raise UserError(f"give either {options.images} or --data.root {given['data.root']}")
-        given = images_at(Path(options.images)) | given
+        given = images_at(options.images) | given
     root, splits = given.get("data.root"), None
     if root is not None and not Path(root).exists():  # before a model is loaded
         raise missing(Path(root))
@@ -378,7 +378,7 @@ def folders(arguments: Sequence[str]) -> int:
 
     given = {name.removeprefix("data."): value for name, value in parser.settings.items()}
     if options.folder and "dataset" not in given:
-        given["dataset"] = images_at(Path(options.folder))["data.dataset"]
+        given["dataset"] = images_at(options.folder)["data.dataset"]
     report = data.check(
         options.folder,
         workers=options.workers,

@@ -87,7 +87,7 @@ def compare(arguments: Sequence[str]) -> int:
     for one, other in (("minutes", "steps"), ("seeds", "folds"), ("pretrained", "img_size")):
         if one in given and other in given:
             raise UserError(f"--{one} and --{other} exclude each other; give only one")
-    data = images_at(Path(options.images))
+    data = images_at(options.images)
     chosen = {name: given[name] for name in _CHOSEN if name in given}
     chosen |= {"minutes": None} if options.steps else {}
     names = [] if options.models is None else options.models.split(",")

@@ -255,7 +255,10 @@ def resolve(
         from locality.training.model import settings_from_weights
 
         if as_weights:
-            given = settings_from_weights(weights, config.model.entry) | dict(given)
+            known = settings_from_weights(weights, config.model.entry)
+            if known.get("input.crop_mode") == "center":  # the default, unless images are long
+                del known["input.crop_mode"]
+            given = known | dict(given)
         chosen = autofit(name, given)
     return chosen.config, folder, chosen
 

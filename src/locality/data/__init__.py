@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from locality.data.config import Decoding as Decoding
     from locality.data.config import Preprocessing as Preprocessing
     from locality.data.datasets import open_data as open_data
+    from locality.data.decoding import BadImage as BadImage
     from locality.data.decoding import decode as decode
     from locality.data.folder import open_folder as open_folder
     from locality.data.loader import BatchLoader as BatchLoader
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from locality.data.sampling import preserved_generators as preserved_generators
     from locality.data.sampling import seed_generators as seed_generators
     from locality.data.sources import ArraySource as ArraySource
-    from locality.data.sources import BadImage as BadImage
     from locality.data.sources import DataSplits as DataSplits
     from locality.data.sources import ImageSource as ImageSource
     from locality.data.validation import CheckReport as CheckReport

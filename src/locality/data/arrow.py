@@ -25,9 +25,9 @@ from PIL import Image
 
 from locality.data.classes import class_difference, sort_classes
 from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
-from locality.data.decoding import decode, read_bytes
+from locality.data.decoding import BadImage, decode, read_bytes
 from locality.data.folder import is_inside, outside_error, part_of, require_folder, train_and_val
-from locality.data.sources import BadImage, ImageSource
+from locality.data.sources import ImageSource
 from locality.errors import UserError, require, some, wrap_errors
 from locality.files import atomic_file, read_shaped
 

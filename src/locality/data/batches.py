@@ -20,6 +20,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from locality.data.config import AugmentConfig, InputConfig
+from locality.data.decoding import BadImage
 from locality.data.preprocessing import (
     Images,
     ImageTransform,
@@ -38,7 +39,7 @@ from locality.data.sampling import (
     sample_order,
     seed_generators,
 )
-from locality.data.sources import BadImage, ImageSource
+from locality.data.sources import ImageSource
 from locality.errors import UserError
 
 OnBad = Literal["error", "skip"]

@@ -12,7 +12,7 @@ import os
 import pkgutil
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from locality import checks
 from locality.data.classes import sort_classes
 from locality.data.config import DATASETS, DataConfig
 from locality.data.folder import (
-    FileSource,
     check_root,
     list_folder,
     log_once,
@@ -37,8 +36,8 @@ from locality.data.folder import (
     open_splits,
     require_folder,
 )
-from locality.data.sampling import class_fraction, class_slice, stratified_split
-from locality.data.sources import ArraySource, DataSplits, ImageSource
+from locality.data.sampling import Indices, class_fraction, class_slice, stratified_split
+from locality.data.sources import ArraySource, DataSplits, FileSource, ImageSource
 from locality.errors import UserError, some, wrap_errors
 from locality.files import parse_json, read_text
 
@@ -82,16 +81,16 @@ def open_data(
     limits = config.skip_classes, config.first_classes
     classes, train, val = _select_classes(config, (classes, train, val), *limits)
     if config.val_part is not None:
-        val = train.subset(class_slice(train.labels, config.val_part, config.split_seed))
+        val = train.subset(_slice(train, config.val_part, config.split_seed))
     if config.fold is not None:
         if has_val:
             log_once(f"folds divide the training images; the {len(val):,} others are not used")
         number, count = config.fold
         part = number / count, (number + 1) / count
-        held = class_slice(train.labels, part, config.split_seed)
+        held = _slice(train, part, config.split_seed)
         val, train = train.subset(held), train.subset(np.delete(np.arange(len(train)), held))
     if config.train_part != (0.0, 1.0):
-        train = train.subset(class_slice(train.labels, config.train_part, config.split_seed))
+        train = train.subset(_slice(train, config.train_part, config.split_seed))
     if config.fraction < 1.0 and len(train):
         seed = seed if config.subset_seed is None else config.subset_seed
         by = None if config.subset == "sorted" else seed
@@ -152,10 +151,29 @@ def _select_classes(config: DataConfig, opened: Opened, skipped: int, count: int
 
 def _split(config: DataConfig, source: ImageSource) -> tuple[ImageSource, ImageSource]:
     """Training and validation images, stratified by class."""
-    train, val = stratified_split(source.labels, config.val_fraction, config.split_seed)
+
+    def held_out(labels: Indices) -> Indices:
+        return stratified_split(labels, config.val_fraction, config.split_seed)[1]
+
+    val = _choose(source, held_out)
+    train = np.delete(np.arange(len(source)), val)
     if not len(train) or not len(val):
         raise UserError(f"{config.dataset} has too few images ({len(source)}) to hold some out")
     return source.subset(train), source.subset(val)
+
+
+def _slice(source: ImageSource, part: tuple[float, float], seed: int) -> Indices:
+    return _choose(source, lambda labels: class_slice(labels, part, seed))
+
+
+def _choose(source: ImageSource, choice: Callable[[Indices], Indices]) -> Indices:
+    """Choose images by their labels; copies of an image go with it."""
+    originals = source.originals()
+    distinct = np.unique(originals)
+    if copies := len(source) - len(distinct):
+        log_once(f"{copies:,} of {len(source):,} images are copies; a split keeps them together")
+    chosen = distinct[choice(source.labels[distinct])]
+    return np.flatnonzero(np.isin(originals, chosen))
 
 
 # -- ImageNet and its variants ---------------------------------------------------------------------

@@ -32,7 +32,6 @@ from PIL import ExifTags, Image, ImageFile, JpegImagePlugin, TiffImagePlugin, Ti
 
 from locality import files
 from locality.data.config import DEFAULT_DECODING, Decoding
-from locality.data.sources import BadImage, TooManyPixels
 from locality.errors import UserError
 
 # Formats, recognised by content, not by file name. Of the others that Pillow reads, some run
@@ -76,6 +75,14 @@ TiffImagePlugin.OPEN_INFO.setdefault(
 )
 # Errors of the machine, not of the file: skipping images for them would make runs differ.
 _MACHINE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR)
+
+
+class BadImage(Exception):
+    """An image that cannot be decoded; the message gives the reason, not the image's name."""
+
+
+class TooManyPixels(BadImage):
+    """An image refused only for its size."""
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:

@@ -26,13 +26,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image
 
 from locality.data.classes import class_difference, sort_classes
 from locality.data.config import DATASETS, DEFAULT_DECODING, DataConfig, Decoding
-from locality.data.decoding import check_header, decode, read_bytes
-from locality.data.sources import BadImage, ImageSource
+from locality.data.decoding import BadImage, decode, read_bytes
+from locality.data.sources import FileSource
 from locality.errors import UserError, printable, some, wrap_errors
 
 _log = logging.getLogger("locality")
@@ -59,54 +58,9 @@ _PART = re.compile(
 )
 _PARTS = {"tr": "train", "va": "val", "de": "dev", "te": "test"}
 _STDIN = Path("/dev/stdin")
+# What copies from addresses, by scheme.
+_COPY = {"s3": "`aws s3 sync`", "gs": "`gcloud storage rsync`", "hf": "`hf download`"}
 _EXAMPLES = 3  # class folders to look into
-
-
-class FileSource(ImageSource):
-    """Image files below one folder.
-
-    Args:
-        root: the folder.
-        paths: paths of the files relative to it.
-        labels: (n,) integers.
-        decoding: decoding settings.
-    """
-
-    def __init__(
-        self,
-        root: Path | str,
-        paths: Iterable[str],
-        labels: npt.ArrayLike,
-        decoding: Decoding = DEFAULT_DECODING,
-    ) -> None:
-        self.root = str(root)
-        # One array: Python strings take 200 bytes each, and reference counting would make every
-        # worker copy them.
-        self._paths = np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
-        self.labels = np.asarray(labels, dtype=np.int64)
-        self.decoding = decoding
-
-    def read(self, index: int) -> Image.Image:
-        return decode(self.read_bytes(index), self.decoding)
-
-    def path(self, index: int) -> str:
-        """The path of image `index` relative to the root."""
-        return os.fsdecode(self._paths[index])
-
-    def read_bytes(self, index: int) -> bytes:
-        """The encoded image file."""
-        return read_bytes(self.describe(index))
-
-    def check_header(self, index: int) -> None:
-        check_header(self.describe(index), self.decoding)
-
-    def files(self, indices: npt.NDArray[np.int64]) -> Iterator[tuple[str, str]]:
-        for index in indices.tolist():
-            path = self.path(index)
-            yield path, os.path.join(self.root, path)
-
-    def describe(self, index: int) -> str:
-        return os.path.join(self.root, self.path(index))
 
 
 @dataclass
@@ -308,8 +262,7 @@ def image_files(given: Iterable[str]) -> Iterator[Path]:
     """
     for name in given:
         path = _STDIN if name == "-" else Path(name)
-        if "://" in name and not path.exists():
-            raise UserError(f"{name} is a URL; download the image and give the file")
+        check_address(name)
         if found := [] if os.path.lexists(path) else sorted(glob(name, recursive=True)):
             yield from image_files(found)
         elif path.is_dir():
@@ -349,10 +302,20 @@ def check_root(config: DataConfig) -> None:
         require_folder(config.root, or_file=name == "table")
 
 
+def check_address(path: str) -> None:
+    """Check that a path of images is not an address on a network."""
+    scheme, slashes, _ = path.partition("://")
+    if slashes and not os.path.exists(path):
+        copy = _COPY.get(scheme.lower(), "a browser or curl")
+        raise UserError(
+            f"'{path}' is an address, and images are read from folders and files; copy them to "
+            f"this machine with {copy}, and give the copy"
+        )
+
+
 def require_folder(root: Path | str | None, or_file: bool = False) -> Path:
     """`root` as the path of an existing folder, or of a file that is no archive or image."""
-    if "://" in str(root):
-        raise UserError(f"'{root}' is a URL; download the images and give their folder")
+    check_address(str(root))
     path = Path(root or "").expanduser()
     if not path.exists():
         raise UserError(f"'{path}' does not exist")

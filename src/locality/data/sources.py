@@ -7,13 +7,17 @@ and small ones by content, which copying does not change.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import json
 import os
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +25,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from locality.data.config import DataConfig
+from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
+from locality.data.decoding import BadImage, check_header, decode, read_bytes
 from locality.errors import UserError, some, wrap_errors
 from locality.files import gunzip, in_threads, open_file
 
@@ -29,12 +34,14 @@ if TYPE_CHECKING:
     import torch
 
 
-class BadImage(Exception):
-    """An image that cannot be decoded; the message gives the reason, not the image's name."""
-
-
-class TooManyPixels(BadImage):
-    """An image refused only for its size."""
+# Hashing this many bytes takes seconds; opening a file takes as long as hashing _OPENING_BYTES.
+CONTENT_BYTES = 1_000_000_000
+_OPENING_BYTES = 10_000
+# Decoding images of this many bytes takes seconds.
+COMPARED_BYTES = 100_000_000
+_DIGITS = 16  # of a digest; modification times have fewer
+_MAX_TABLE_BYTES, _MOST_FILES = 1 << 28, 3_000_000
+_SIZED_FILES = 500
 
 
 class ImageSource(ABC):
@@ -97,9 +104,19 @@ class ImageSource(ABC):
         counts = np.bincount(self.labels, minlength=len(classes)).tolist()
         return dict(zip(classes, counts, strict=True))
 
+    def originals(self) -> npt.NDArray[np.int64]:
+        """For each image the index of the first equal one; itself if images are not compared."""
+        return np.arange(len(self))
+
     def subset(self, indices: npt.ArrayLike) -> ImageSource:
         """The images at `indices`, in that order."""
         return Subset(self, np.asarray(indices, dtype=np.int64))
+
+
+def first_equal(keys: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """For each key the index of the first one equal to it."""
+    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    return first[inverse]
 
 
 class Subset(ImageSource):
@@ -130,6 +147,9 @@ class Subset(ImageSource):
     def files(self, indices: npt.NDArray[np.int64]) -> Iterable[tuple[str, str]]:
         return self.source.files(self.indices[indices])
 
+    def originals(self) -> npt.NDArray[np.int64]:
+        return first_equal(self.source.originals()[self.indices])
+
 
 class ArraySource(ImageSource):
     """Images of one size, held in memory.
@@ -159,6 +179,82 @@ class ArraySource(ImageSource):
 
     def describe(self, index: int) -> str:
         return f"{self.name}[{index}]"
+
+
+class FileSource(ImageSource):
+    """Image files below one folder.
+
+    Args:
+        root: the folder.
+        paths: paths of the files relative to it.
+        labels: (n,) integers.
+        decoding: decoding settings.
+    """
+
+    def __init__(
+        self,
+        root: Path | str,
+        paths: Iterable[str],
+        labels: npt.ArrayLike,
+        decoding: Decoding = DEFAULT_DECODING,
+    ) -> None:
+        self.root = str(root)
+        # One array: Python strings take 200 bytes each, and reference counting would make every
+        # worker copy them.
+        self._paths = np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
+        self.labels = np.asarray(labels, dtype=np.int64)
+        self.decoding = decoding
+
+    def read(self, index: int) -> Image.Image:
+        return decode(self.read_bytes(index), self.decoding)
+
+    def path(self, index: int) -> str:
+        """The path of image `index` relative to the root."""
+        return os.fsdecode(self._paths[index])
+
+    def read_bytes(self, index: int) -> bytes:
+        """The encoded image file."""
+        return read_bytes(self.describe(index))
+
+    def check_header(self, index: int) -> None:
+        check_header(self.describe(index), self.decoding)
+
+    def files(self, indices: npt.NDArray[np.int64]) -> Iterator[tuple[str, str]]:
+        for index in indices.tolist():
+            path = self.path(index)
+            yield path, os.path.join(self.root, path)
+
+    def describe(self, index: int) -> str:
+        return os.path.join(self.root, self.path(index))
+
+    def originals(self) -> npt.NDArray[np.int64]:
+        paths = tuple(self.describe(index) for index in range(len(self)))
+        return first_equal(_identities(paths, tuple(in_threads(_status, paths)), self.decoding))
+
+
+# Of the last dataset, which a command may open several times.
+@lru_cache(maxsize=1)
+def _identities(
+    paths: tuple[str, ...], status: tuple[tuple[int, int], ...], decoding: Decoding
+) -> npt.NDArray[np.uint64]:
+    """A key for every file, the same for equal pixels; of many or large files, for equal bytes."""
+    sizes = Counter(size for size, _ in status)
+    few = sum(size + _OPENING_BYTES for size, _ in status) <= COMPARED_BYTES
+
+    def key(path: str, size: int) -> int:
+        content = os.fsencode(path)
+        with contextlib.suppress(BadImage):
+            if few:
+                image = decode(content := read_bytes(path), decoding)
+                if "bits" not in image.info:  # RGB has only the upper byte of 16-bit greys
+                    content = str(image.size).encode() + image.tobytes()
+            elif sizes[size] > 1:
+                content = read_bytes(path)
+        return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
+
+    with warnings.catch_warnings():  # decoding suppresses them, which is not thread-safe
+        files = zip(paths, (size for size, _ in status), strict=True)
+        return np.array([*in_threads(lambda file: key(*file), files)], dtype=np.uint64)
 
 
 @dataclass(frozen=True)
@@ -195,18 +291,6 @@ def open_digits(config: DataConfig) -> tuple[list[str], ImageSource, None]:
         grey = np.rint(data["images"] * (255 / 16)).astype(np.uint8)
         source = ArraySource(np.repeat(grey[..., None], 3, axis=-1), data["labels"], "digits")
     return [str(digit) for digit in range(10)], source, None
-
-
-# Hashing this many bytes takes seconds; opening a file takes as long as hashing _OPENING_BYTES.
-CONTENT_BYTES = 1_000_000_000
-
-_OPENING_BYTES = 10_000
-
-_DIGITS = 16  # of a digest; modification times have fewer
-
-_MAX_TABLE_BYTES, _MOST_FILES = 1 << 28, 3_000_000
-
-_SIZED_FILES = 500
 
 
 @dataclass(frozen=True)

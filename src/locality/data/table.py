@@ -23,7 +23,6 @@ import numpy as np
 from locality.data.classes import sort_classes
 from locality.data.config import DataConfig
 from locality.data.folder import (
-    FileSource,
     class_name,
     find_splits,
     is_inside,
@@ -34,6 +33,7 @@ from locality.data.folder import (
     part_of,
     train_and_val,
 )
+from locality.data.sources import FileSource
 from locality.errors import UserError, wrap_errors
 from locality.files import open_file, without_mark
 

@@ -24,9 +24,10 @@ from tqdm import tqdm
 from locality.data.classes import class_difference, imbalance
 from locality.data.config import DataConfig, Decoding
 from locality.data.datasets import open_data
-from locality.data.decoding import load, read_bytes, to_rgb
+from locality.data.decoding import BadImage, load, read_bytes, to_rgb
 from locality.data.folder import find_splits, left_out, list_folder
-from locality.data.sources import BadImage, ImageSource
+from locality.data.resizing import MOST_CROPPED, cropped_share
+from locality.data.sources import ImageSource
 from locality.errors import ProcessKilled, UserError, printable, some
 from locality.files import in_threads
 from locality.machine import processors
@@ -52,6 +53,7 @@ class CheckReport:
         loops: links back to a folder above them.
         modes: number of images per colour mode ("RGB", "L", "CMYK", …).
         sizes: minimum, 5%, median, 95% and maximum of "width" and "height" in pixels.
+        cropped: mean share of an image's pixels outside its largest centre square.
         bits: (used, available) bits of 16-bit greys; None without any.
         counts: images per class, in the training split if there is one.
     """
@@ -68,6 +70,7 @@ class CheckReport:
     loops: list[str] = field(default_factory=list)
     modes: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, list[int]] = field(default_factory=dict)
+    cropped: float = 0.0
     bits: tuple[int, int] | None = None
     counts: dict[str, int] = field(default_factory=dict)
 
@@ -78,7 +81,6 @@ class CheckReport:
             self.bad_files
             or self.class_difference
             or self.duplicates
-            or ("all" in self.images and self.repeats)  # splitting may separate them
             or any(self.empty_classes.values())
             or not any(self.images.values())
             or _black(self.bits)
@@ -94,6 +96,9 @@ class CheckReport:
         if self.modes:
             modes = ", ".join(f"{number:,} {mode}" for mode, number in self.modes.items())
             text.append(f"colour modes: {modes}")
+        if self.cropped >= 0.005:
+            squashed = "; `locality train FOLDER` squashes them" * (self.cropped > MOST_CROPPED)
+            text.append(f"a square centre crop drops {self.cropped:.0%} of the pixels{squashed}")
         text.append(_unused_bits(self.bits))
         if self.class_difference:
             text.append(f"train and val have different classes: {self.class_difference}")
@@ -134,8 +139,9 @@ class ImageInfo(NamedTuple):
     bits: tuple[int, int] | None
 
     @classmethod
-    def of(cls, content: bytes, mode: str, image: Image.Image) -> ImageInfo:
-        """Describe an image; `content` identifies duplicates."""
+    def of(cls, mode: str, image: Image.Image) -> ImageInfo:
+        """Describe an image in RGB, whose file has another mode; equal pixels are duplicates."""
+        content = f"{image.size}".encode() + image.tobytes()
         digest = hashlib.blake2b(content, digest_size=16).digest()
         return cls(digest, image.width, image.height, mode, image.info.get("bits"))
 
@@ -198,6 +204,7 @@ def check(
     bar.close()
     report.modes = dict(Counter(item.mode for item in good).most_common())
     report.bits = _most_used(item.bits for item in good)
+    report.cropped = float(np.mean([cropped_share(i.width, i.height) for i in good] or [0]))
     for side in ("width", "height") if good else ():
         sides = [getattr(item, side) for item in good]
         spread = np.percentile(sides, (0, 5, 50, 95, 100), method="nearest")
@@ -229,7 +236,7 @@ def _inspect(path: str, decoding: Decoding) -> ImageInfo | str:
     try:
         data = read_bytes(path)
         image = load(data, decoding)
-        return ImageInfo.of(data, image.mode, to_rgb(image, decoding))
+        return ImageInfo.of(image.mode, to_rgb(image, decoding))
     except BadImage as error:
         return str(error)
 
@@ -237,7 +244,7 @@ def _inspect(path: str, decoding: Decoding) -> ImageInfo | str:
 def _inspect_decoded(source: ImageSource, index: int) -> ImageInfo | str:
     try:
         image = source.read(index)
-        return ImageInfo.of(image.tobytes(), image.mode, image)
+        return ImageInfo.of(image.mode, image)
     except BadImage as error:
         return str(error)
 

@@ -30,7 +30,14 @@ from locality.runner.executors import visible_gpus
 from locality.runner.runs import Run, content_folder, workload
 from locality.runs import RunFolder
 from locality.training import RunConfig, train
-from locality.training.autofit import batch_size, image_size, median_shorter_side, sized
+from locality.training.autofit import (
+    batch_size,
+    crop_settings,
+    image_size,
+    median_shorter_side,
+    sampled_sizes,
+    sized,
+)
 from locality.training.cost import format_duration, image_counts
 from locality.training.devices import resolve_accelerator
 from locality.training.folder_checks import describe_changes
@@ -154,7 +161,10 @@ def _choose_configs(spec: ComparisonSpec, jobs: int) -> dict[str, RunConfig]:
     verify(splits.val)
     if spec.folds:
         verify(splits.train)  # validation images of the other folds
-    side = spec.img_size or image_size(median_shorter_side(splits.train))
+    sizes = sampled_sizes(splits.train)
+    side = spec.img_size or image_size(median_shorter_side(sizes))
+    crop, _ = crop_settings(given, sizes)
+    given |= crop
     if spec.minutes is None:
         given["schedule.steps"] = spec.steps
     else:
@@ -164,7 +174,7 @@ def _choose_configs(spec: ComparisonSpec, jobs: int) -> dict[str, RunConfig]:
         small = not spec.pretrained and side <= SMALL_SIDE
         given = {"engine.batch_size": batch_size(len(splits.train), small)} | given
     starts = {
-        model: settings_from_weights(model)
+        model: settings_from_weights(model) | crop
         if spec.pretrained
         else {"model.name": model, **sized(model, side)}
         for model in spec.models

@@ -7,15 +7,18 @@ machine; how long it is depends on `schedule.minutes`.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from locality.data import open_data
-from locality.data.sources import BadImage, ImageSource
+from locality.data.decoding import BadImage
+from locality.data.resizing import MOST_CROPPED, cropped_share
+from locality.data.sources import ImageSource
 from locality.errors import UserError
+from locality.models.config import to_2tuple
 from locality.models.variants import PREFIX, family_of, variant
 from locality.training.config import RunConfig
 from locality.training.recipes import is_small, recipe
@@ -57,10 +60,11 @@ def autofit(name: str, given: Mapping[str, Any]) -> AutoFit:
     """
     config = recipe(name, given)
     splits = open_data(config.data, config.seed)
-    images, side = len(splits.train), median_shorter_side(splits.train)
-    chosen: dict[str, Any] = {}
+    images, sizes = len(splits.train), sampled_sizes(splits.train)
+    side = median_shorter_side(sizes)
+    chosen, crop = crop_settings(given, sizes)
     if name == "photos" and not given.keys() & {"model.img_size", "model.patch_size"}:
-        chosen = sized(config.model.name, image_size(side))
+        chosen |= sized(config.model.name, image_size(side))
     sized_config = recipe(name, chosen | dict(given))
     small = is_small(sized_config.model.name, sized_config.model.img_size)
     chosen["engine.batch_size"] = batch_size(images, small)
@@ -70,7 +74,7 @@ def autofit(name: str, given: Mapping[str, Any]) -> AutoFit:
     model, size = config.model.name, config.model.img_size
     reasons = [
         f"images  {images:,} for training and {len(splits.val):,} for validation, of "
-        f"{len(splits.classes):,} classes, about {side} pixels on the shorter side",
+        f"{len(splits.classes):,} classes, about {side} pixels on the shorter side{crop}",
         f"model   {model}" + (f" at {size} pixels" if size else ""),
     ]
     if family_of(model) == "cvt":
@@ -103,14 +107,35 @@ def batch_size(images: int, small: bool) -> int:
     return 64 if small or images >= 2000 else 32
 
 
-def median_shorter_side(source: ImageSource) -> int:
-    """The median shorter side of a sample of images, in pixels."""
-    sides = []
+def median_shorter_side(sizes: Iterable[tuple[int, int]]) -> int:
+    """The median shorter side of images, in pixels."""
+    return round(statistics.median(map(min, sizes)))
+
+
+def sampled_sizes(source: ImageSource) -> list[tuple[int, int]]:
+    """(width, height) of a sample of images, in pixels."""
+    sizes = []
     for index in np.linspace(0, len(source) - 1, min(_SAMPLED_IMAGES, len(source))).astype(int):
         try:
-            sides.append(min(source.read(int(index)).size))
+            sizes.append(source.read(int(index)).size)
         except BadImage:
             continue
-    if not sides:
+    if not sizes:
         raise UserError(f"none of the sampled images can be read, such as {source.describe(0)}")
-    return round(statistics.median(sides))
+    return sizes
+
+
+def crop_settings(
+    given: Mapping[str, Any], sizes: list[tuple[int, int]]
+) -> tuple[dict[str, Any], str]:
+    """Settings that keep the ends of long images, unless given, and what a centre crop drops."""
+    shape = to_2tuple(given.get("model.img_size") or 1)
+    dropped = statistics.mean(cropped_share(*size, shape) for size in sizes)
+    if dropped < 0.005 or given.get("input.crop_mode") == "squash":
+        return {}, ""
+    said = f"; a centre crop drops {dropped:.0%} of the pixels"
+    if dropped <= MOST_CROPPED or "input.crop_mode" in given:
+        return {}, said
+    # A random area of a long image is a short piece of it.
+    squash = {"input.crop_mode": "squash", "augment.crop": "pad"}
+    return squash, f"{said}, so images are squashed (--input.crop_mode center crops them)"
