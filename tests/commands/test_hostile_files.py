@@ -305,7 +305,6 @@ GROUPS: dict[tuple[str, str], dict[str, Damage]] = {
         for command in (TABLE, CHECK)
     },
     (ARROW, "label"): {"class 2**62": parquet(b"", [0, -1] * 4 + [2**62])},
-    (ARROW, "train.parquet"): {"zeros": parquet(bytes(60_000_000), [0, 1] * 10)},
     ("train --data folder --data.root images --dry_run", "images"): {
         "nothing but pipes": lambda root: (
             write("images/cat/text.txt", "")(root),

@@ -141,7 +141,7 @@ def test_what_systems_leave_is_passed_over(train_val, image_file, place):
         (train_val / "other.png").rename(train_val / place / name)
     splits = folder(train_val)
     assert (splits.classes, len(splits.train)) == (["ant", "bee", "cat"], 18)
-    assert check(train_val, workers=1, progress=False).ignored == []
+    assert check(train_val, progress=False).ignored == []
     assert len(list(image_files([str(train_val)]))) == 24
     assert len(list(image_files([str(train_val / "train" / "ant")]))) == 6
     # Images in the folder hide none of those below it.
@@ -188,7 +188,7 @@ def test_class_names_in_other_forms_of_unicode_are_the_same(train_val):
     splits = folder(train_val)
     assert splits.classes == ["bee", "cat", "äffin"] and splits.val.labels.tolist().count(2) == 2
     assert splits.val.read(5).mode == "RGB"
-    assert check(train_val, workers=1, progress=False).ok
+    assert check(train_val, progress=False).ok
     (train_val / "train" / unicodedata.normalize("NFD", "äffin")).mkdir()
     with pytest.raises(UserError, match="äffin"):
         folder(train_val)

@@ -139,7 +139,7 @@ def test_images_in_folders_outside_and_with_odd_names(twelve, image_file):
     assert pairs(opened(twelve)) == wanted
     write(twelve, "image,label", *rows, f"{outside},b")
     assert len(pairs(opened(twelve, allow_outside=True))) == 6
-    assert check(twelve, dataset="table", allow_outside=True, workers=1, progress=False).ok
+    assert check(twelve, dataset="table", allow_outside=True, progress=False).ok
 
 
 def test_class_names_in_other_forms_of_unicode_are_the_same(twelve):
@@ -170,7 +170,7 @@ def test_its_images_are_checked(twelve):
     write(twelve, "image,label", *ROWS)
     (twelve / "cat5.png").write_bytes(b"none")
     (twelve / "dog1.png").write_bytes((twelve / "dog2.png").read_bytes())
-    report = check(twelve, dataset="table", workers=1, progress=False)
+    report = check(twelve, dataset="table", progress=False)
     assert sum(report.images.values()) == 12 and report.classes == 2
     assert list(report.bad_files) == [str(twelve / "cat5.png")]
     assert len(report.repeats) + len(report.duplicates) == 1

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import warnings
 from dataclasses import replace
 
@@ -13,11 +12,11 @@ from PIL import Image
 from locality.data import DataConfig, check, open_data, validation
 from locality.data.classes import imbalance
 from locality.data.validation import verify
-from locality.errors import ProcessKilled, UserError
+from locality.errors import UserError
 
 
 def report(folder, **settings):
-    return check(folder, progress=False, **({"workers": 1} | settings))
+    return check(folder, progress=False, **settings)
 
 
 def test_a_good_folder(train_val):
@@ -91,14 +90,6 @@ def test_images_in_memory_are_checked(fashion_mnist):
     assert result.sizes["width"] == [28] * 5
 
 
-def test_several_processes_find_the_same(train_val, image_file):
-    for number in range(100):
-        image_file(train_val / "train" / "ant" / f"more{number}.png", seed=10_000 + number)
-    (train_val / "train" / "bee" / "000.png").write_bytes(b"")
-    expected = report(train_val)
-    assert report(train_val, workers=2) == report(train_val, workers=None) == expected
-
-
 def test_looking_at_many_images_at_once_leaves_warnings_as_they_were(tmp_path, class_folders):
     class_folders(tmp_path, {"a": 300, "b": 300})
     source = open_data(DataConfig(dataset="folder", root=str(tmp_path), val_fraction=0.5), 0).val
@@ -106,17 +97,6 @@ def test_looking_at_many_images_at_once_leaves_warnings_as_they_were(tmp_path, c
     for _ in range(5):
         assert verify(source) == "all 300 validation images can be decoded"
     assert list(warnings.filters) == before
-
-
-def kill_oneself(path, decoding):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_killed_process_is_named(train_val, monkeypatch):
-    monkeypatch.setattr(validation, "_inspect", kill_oneself)
-    monkeypatch.setattr(validation, "_CHUNK", 1)
-    with pytest.raises(ProcessKilled, match="SIGKILL"):
-        report(train_val, workers=2)
 
 
 @pytest.mark.parametrize(("most", "ok"), [(200, False), (4000, True), (65535, True)])

@@ -361,7 +361,6 @@ def folders(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "folder", nargs="?", default=None, help="with train/ and val/, or one folder per class"
     )
-    parser.add("--workers", None, "number of processes", checks.Count)
     parser.add("--quiet", False, "print no progress bar")
     read = [
         "dataset",
@@ -379,11 +378,6 @@ def folders(arguments: Sequence[str]) -> int:
     given = {name.removeprefix("data."): value for name, value in parser.settings.items()}
     if options.folder and "dataset" not in given:
         given["dataset"] = images_at(options.folder)["data.dataset"]
-    report = data.check(
-        options.folder,
-        workers=options.workers,
-        progress=not options.quiet,
-        **given,
-    )
+    report = data.check(options.folder, progress=not options.quiet, **given)
     print("\n".join(report.lines()))
     return 0 if report.ok else 1

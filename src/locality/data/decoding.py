@@ -119,15 +119,15 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 
 def decode(data: bytes, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
-    """Decode `data` to an RGB image.
+    """Decode `data` to an RGB image; its `info` has the "mode" of the file.
 
     Raises:
         BadImage: `data` is empty, truncated, not an image, too large, or in a colour mode
             without a meaning in 8 bits.
     """
     with _quiet():
-        image = to_rgb(load(data, decoding), decoding)
-    image.info[_DECODED] = True
+        image = to_rgb(loaded := load(data, decoding), decoding)
+    image.info |= {_DECODED: True, "mode": loaded.mode}
     return image
 
 

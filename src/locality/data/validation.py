@@ -10,30 +10,64 @@ import hashlib
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
 from tqdm import tqdm
 
 from locality.data.classes import class_difference, imbalance
-from locality.data.config import DataConfig, Decoding
+from locality.data.config import DataConfig, InputConfig
 from locality.data.datasets import open_data
-from locality.data.decoding import BadImage, load, read_bytes, to_rgb
+from locality.data.decoding import BadImage
 from locality.data.folder import find_splits, left_out, list_folder
 from locality.data.resizing import MOST_CROPPED, cropped_share
 from locality.data.sources import ImageSource
-from locality.errors import ProcessKilled, UserError, printable, some
+from locality.errors import UserError, printable, some
 from locality.files import in_threads
-from locality.machine import processors
 
-# Files handed to a process at once: enough to amortise the overhead.
-_CHUNK = 64
+# One processor decodes this many images of ImageNet's size in half a minute.
+MAX_DECODED = 5_000
+
+
+class Examined(NamedTuple):
+    """What is known of an image.
+
+    Attributes:
+        fault: why it cannot be decoded; "" if it can.
+        digest: the same for equal pixels.
+        width, height: in pixels; 0 if only the header was read.
+        mode: the file's colour mode.
+        bits: (used, available) bits of a 16-bit grey.
+    """
+
+    fault: str = ""
+    digest: bytes = b""
+    width: int = 0
+    height: int = 0
+    mode: str = ""
+    bits: tuple[int, int] | None = None
+
+
+def examine(source: ImageSource, sampled: int = 1) -> Iterator[Examined]:
+    """Decode every `sampled`-th image, and read the headers of the others."""
+
+    def examined(index: int) -> Examined:
+        try:
+            if index % sampled:
+                source.check_header(index)
+                return Examined()
+            image = source.read(index)
+        except BadImage as error:
+            return Examined(str(error))
+        digest = hashlib.blake2b(f"{image.size}".encode() + image.tobytes(), digest_size=16)
+        mode = image.info.get("mode", image.mode)
+        return Examined("", digest.digest(), *image.size, mode, image.info.get("bits"))
+
+    # Decoding suppresses warnings, which is not thread-safe: restored here.
+    with warnings.catch_warnings():
+        yield from in_threads(examined, range(len(source)))
 
 
 @dataclass
@@ -129,44 +163,21 @@ class CheckReport:
         return [printable(line) for line in text if line]
 
 
-class ImageInfo(NamedTuple):
-    """Digest, size, colour mode and used bits of an image."""
-
-    digest: bytes
-    width: int
-    height: int
-    mode: str
-    bits: tuple[int, int] | None
-
-    @classmethod
-    def of(cls, mode: str, image: Image.Image) -> ImageInfo:
-        """Describe an image in RGB, whose file has another mode; equal pixels are duplicates."""
-        content = f"{image.size}".encode() + image.tobytes()
-        digest = hashlib.blake2b(content, digest_size=16).digest()
-        return cls(digest, image.width, image.height, mode, image.info.get("bits"))
-
-
 def check(
-    folder: Path | str | None,
-    *,
-    dataset: str = "folder",
-    workers: int | None = None,
-    progress: bool = True,
-    **settings: Any,
+    folder: Path | str | None, *, dataset: str = "folder", progress: bool = True, **settings: Any
 ) -> CheckReport:
     """Decode every image of a dataset and report its faults.
 
     Args:
         folder: a folder with train/ and val/ or with class folders; or another dataset's root.
         dataset: one of `DATASETS`.
-        workers: processes; None uses all processors this process may use.
         progress: show a progress bar.
         settings: of `DataConfig`.
     """
     root = None if folder is None else str(folder)
     config = DataConfig(dataset, root, **settings)
     report = CheckReport(config.root or dataset)
-    found: dict[str, tuple[list[str], ImageSource]]
+    parts: dict[str, tuple[list[str], ImageSource]]
     if dataset == "folder":
         listings = {part: list_folder(root) for part, root in find_splits(folder).items()}
         report.class_difference = class_difference({p: x.files for p, x in listings.items()})
@@ -174,79 +185,88 @@ def check(
             report.ignored += [str(each.root / path) for path in each.ignored]
             report.loops += [str(each.root / path) for path in each.loops]
         read = config.decoding
-        found = {part: ([*x.files], x.source(x.files, read)) for part, x in listings.items()}
+        parts = {part: ([*x.files], x.source(x.files, read)) for part, x in listings.items()}
     else:
         splits = open_data(config, seed=0)
-        found = {"train": (splits.classes, splits.train), "val": (splits.classes, splits.val)}
-    report.classes = len(next(iter(found.values()))[0])
-    good: list[ImageInfo] = []
-    first: dict[str, dict[bytes, str]] = {part: {} for part in found}
-    total = sum(len(source) for _, source in found.values())
+        parts = {"train": (splits.classes, splits.train), "val": (splits.classes, splits.val)}
+    report.classes = len(next(iter(parts.values()))[0])
+    good: list[Examined] = []
+    first: dict[str, dict[bytes, str]] = {part: {} for part in parts}
+    total = sum(len(source) for _, source in parts.values())
     bar = tqdm(total=total, unit="image", disable=not progress, desc="checking")
-    for part, (classes, source) in found.items():
+    for part, (classes, source) in parts.items():
         report.images[part] = len(source)
         by_class = source.counts(classes)
         report.counts = report.counts or by_class
         report.empty_classes[part] = [name for name, count in by_class.items() if not count]
-        names = [source.describe(index) for index in range(len(source))]
-        examined = _inspect_all(source, names, config.decoding, workers)
-        for path, item in zip(names, examined, strict=True):
+        for index, image in enumerate(examine(source)):
             bar.update()
-            # Bad files are reported as such; all empty ones would be duplicates of each other.
-            if isinstance(item, str):
-                report.bad_files[path] = item
+            path = source.describe(index)
+            if image.fault:
+                report.bad_files[path] = image.fault
                 continue
-            good.append(item)
-            if (earlier := first[part].setdefault(item.digest, path)) != path:
+            good.append(image)
+            if (earlier := first[part].setdefault(image.digest, path)) != path:
                 report.repeats.append((earlier, path))
-            if part == "val" and item.digest in first["train"]:
-                report.duplicates.append((first["train"][item.digest], path))
+            if part == "val" and image.digest in first["train"]:
+                report.duplicates.append((first["train"][image.digest], path))
     bar.close()
-    report.modes = dict(Counter(item.mode for item in good).most_common())
-    report.bits = _most_used(item.bits for item in good)
-    report.cropped = float(np.mean([cropped_share(i.width, i.height) for i in good] or [0]))
+    report.modes = dict(Counter(image.mode for image in good).most_common())
+    report.bits = _most_used(image.bits for image in good)
+    report.cropped = _cropped(good)
     for side in ("width", "height") if good else ():
-        sides = [getattr(item, side) for item in good]
+        sides = [getattr(image, side) for image in good]
         spread = np.percentile(sides, (0, 5, 50, 95, 100), method="nearest")
         report.sizes[side] = spread.astype(int).tolist()
     return report
 
 
-def _inspect_all(
-    source: ImageSource, names: list[str], decoding: Decoding, workers: int | None
-) -> Iterator[ImageInfo | str]:
-    """Info on each image, or why it cannot be decoded; image files are read in parallel."""
-    if names != [path for _, path in source.files(np.arange(len(source)))]:
-        yield from (_inspect_decoded(source, index) for index in range(len(source)))
-        return
-    examine = partial(_inspect, decoding=decoding)
-    workers = min(workers or processors(), -(-len(names) // _CHUNK))
-    if workers <= 1:
-        yield from map(examine, names)
-        return
-    # Processes rather than threads: much of decoding holds the GIL.
-    try:
-        with ProcessPoolExecutor(workers) as pool:
-            yield from pool.map(examine, names, chunksize=_CHUNK)
-    except BrokenProcessPool as error:
-        raise ProcessKilled("a process that checks images") from error
+def verify(source: ImageSource, preprocessing: InputConfig | None = None) -> str:
+    """Check that all validation images can be read.
+
+    Args:
+        source: the images.
+        preprocessing: says which of their pixels a centre crop drops, if many.
+
+    Returns:
+        a summary for the header of a run; empty for images in memory.
+
+    Raises:
+        UserError: images cannot be read, or are black in 8 bits.
+    """
+    if source.pixels is not None:
+        return ""
+    whole = len(source) <= MAX_DECODED
+    examined = [*examine(source, sampled=1 if whole else 100)]
+    bad = [index for index, image in enumerate(examined) if image.fault]
+    if bad:
+        raise UserError(
+            f"{len(bad)} of {len(source):,} validation images cannot be read: "
+            f"{some(map(source.describe, bad))} ({examined[bad[0]].fault}); repair or remove them; "
+            f"`locality train` also takes --data.on_bad_image skip"
+        )
+    unused = _unused_bits(used := _most_used(image.bits for image in examined))
+    if _black(used):
+        raise UserError(f"the validation images are black: {unused}")
+    notes = [f"all {len(source):,} validation images can be decoded"]
+    if not whole:
+        notes = [f"validation images: {len(source):,} headers read, one in a hundred decoded"]
+    if unused:
+        notes.append(unused)
+    if preprocessing is not None and preprocessing.crop_mode == "center":
+        dropped = _cropped((image for image in examined if image.width), preprocessing.size)
+        if dropped > MOST_CROPPED:
+            notes.append(
+                f"the centre crop drops {dropped:.0%} of their pixels (--input.crop_mode squash "
+                f"keeps them)"
+            )
+    return "; ".join(notes)
 
 
-def _inspect(path: str, decoding: Decoding) -> ImageInfo | str:
-    try:
-        data = read_bytes(path)
-        image = load(data, decoding)
-        return ImageInfo.of(image.mode, to_rgb(image, decoding))
-    except BadImage as error:
-        return str(error)
-
-
-def _inspect_decoded(source: ImageSource, index: int) -> ImageInfo | str:
-    try:
-        image = source.read(index)
-        return ImageInfo.of(image.mode, image)
-    except BadImage as error:
-        return str(error)
+def _cropped(images: Iterable[Examined], shape: tuple[int, int] = (1, 1)) -> float:
+    """The mean share of pixels outside the largest centre crop of a (height, width) shape."""
+    shares = [cropped_share(image.width, image.height, shape) for image in images]
+    return float(np.mean(shares)) if shares else 0.0
 
 
 def _most_used(bits: Iterable[tuple[int, int] | None]) -> tuple[int, int] | None:
@@ -268,50 +288,3 @@ def _unused_bits(bits: tuple[int, int] | None) -> str:
         f"16-bit greys use {used} of {there} bits and look {'black' if _black(bits) else 'dark'}; "
         f"if {2**proposed - 1} is their white, train with --data.grey_bits {proposed}"
     )
-
-
-# One processor decodes this many images of ImageNet's size in half a minute.
-MAX_DECODED = 5_000
-
-
-def verify(source: ImageSource) -> str:
-    """Check that all validation images can be read.
-
-    Returns:
-        a summary for the header of a run; empty for images in memory.
-
-    Raises:
-        UserError: images cannot be read, or are black in 8 bits.
-    """
-    if source.pixels is not None:
-        return ""
-    whole = len(source) <= MAX_DECODED
-    bits: list[tuple[int, int] | None] = []
-
-    def problem(index: int) -> str | None:
-        try:
-            if whole or index % 100 == 0:
-                bits.append(source.read(index).info.get("bits"))
-            else:
-                source.check_header(index)
-        except BadImage as error:
-            return str(error)
-        return None
-
-    # Decoding suppresses warnings, which is not thread-safe: restored here.
-    with warnings.catch_warnings():
-        found = enumerate(in_threads(problem, range(len(source))))
-        bad = {source.describe(index): reason for index, reason in found if reason is not None}
-    if bad:
-        raise UserError(
-            f"{len(bad)} of {len(source):,} validation images cannot be read: {some(list(bad))} "
-            f"({next(iter(bad.values()))}); repair or remove them; `locality train` also takes "
-            f"--data.on_bad_image skip"
-        )
-    unused = _unused_bits(used := _most_used(bits))
-    if _black(used):
-        raise UserError(f"the validation images are black: {unused}")
-    done = f"all {len(source):,} validation images can be decoded"
-    if not whole:
-        done = f"validation images: {len(source):,} headers read, one in a hundred decoded"
-    return f"{done}; {unused}" if unused else done

@@ -282,7 +282,8 @@ def _check(training: Training) -> tuple[dict[str, Any] | str, _Opened | None]:
             )
         run.notes += changed
     elif config.data.on_bad(training=False) == "error":
-        run.notes += [note for note in [verify(run.splits.val)] if note]
+        checked = verify(run.splits.val, config.input.at(run.img_size))
+        run.notes += [checked] if checked else []
     return name, (run, checkpoint)
 
 
