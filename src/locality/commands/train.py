@@ -207,7 +207,7 @@ def what_to_train(word: str | None, finetune: bool) -> tuple[str | None, dict[st
     is_folder = Path(word).is_dir()
     is_path = word not in RECIPES and ("/" in word or Path(word).exists())
     if is_path or (is_folder and word in CUSTOM_DATA_RECIPES):
-        return named or "photos", images_at(Path(word))
+        return named or "photos", images_at(word)
     if named not in (None, word):
         raise UserError(f"finetune does not take another recipe ({word}); give images instead")
     if is_folder and not is_run_folder(word):
