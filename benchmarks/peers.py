@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from locality import __version__
 from locality.checkpoints import KEY_MAPS
-from locality.checkpoints.beside import CVT_STAGES, TIMM_NAMES
+from locality.checkpoints.foreign_config import CVT_STAGES, TIMM_NAMES
 from locality.errors import UserError, lookup, require
 from locality.machine import processor_name
 from locality.models import ConvolutionalVisionTransformer, ImageClassifier, ViTConfig, build
@@ -236,7 +236,7 @@ def _timm_peers(model: ImageClassifier) -> dict[str, nn.Module]:
     name, _ = identify(config)  # a run's model may have another depth than that of its name
     if name in TIMM_NAMES:
         peer = timm.create_model(TIMM_NAMES[name], **interface)
-        key_map = KEY_MAPS["convit" if config.gpsa_layers else "deit"]
+        key_map = KEY_MAPS["timm"]
         peer.load_state_dict(key_map.from_native(model.state_dict(), config))
         found["timm"] = peer
     same = ("patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio")
@@ -253,7 +253,7 @@ def _transformers_cvt(model: ImageClassifier) -> dict[str, nn.Module]:
         raise UserError("transformers has only CvT models; measure others with --against timm")
     # transformers' CvT always uses the exact GELU.
     config = dataclasses.replace(model.config, activation="gelu")
-    state = KEY_MAPS["cvt-transformers"].from_native(model.state_dict(), config)
+    state = KEY_MAPS["transformers"].from_native(model.state_dict(), config)
     stages = model.config.stages
     settings: dict[str, Any] = {
         theirs: [getattr(stage, ours) for stage in stages] for theirs, ours in CVT_STAGES.items()

@@ -78,7 +78,7 @@ def readers_folder(tmp_path_factory, class_folders) -> Path:
     # Public weights where `locality` looks first, named as in the pages.
     public = folder / "home/weights"
     public.mkdir(parents=True)
-    for name, key_map in (("convit_tiny.fb_in1k", "convit"), ("cvt_13.ms_in1k", "cvt-microsoft")):
+    for name, key_map in (("convit_tiny.fb_in1k", "timm"), ("cvt_13.ms_in1k", "microsoft")):
         model = create_model(name.partition(".")[0])
         save(model, folder / "own")
         convert(folder / "own", folder / "foreign.pth", to=key_map)
@@ -87,7 +87,7 @@ def readers_folder(tmp_path_factory, class_folders) -> Path:
         (folder / "foreign.pth").rename(folder / f"{name.partition('.')[0]}.pth")
     (folder / "cvt_13.pth").rename(folder / "model.pth")
     save(create_model("cvt_13", depth=(1, 1, 1)), folder / "own")
-    convert(folder / "own", folder / "cvt.pth", to="cvt-microsoft")
+    convert(folder / "own", folder / "cvt.pth", to="microsoft")
     shutil.rmtree(folder / "own")
     return folder
 

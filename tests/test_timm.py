@@ -308,7 +308,7 @@ def test_weights_that_cannot_be_downloaded_are_named_with_their_place(tmp_path, 
 def test_timm_loads_transformers_cvt_into_our_model(tmp_path):
     held = SMALL_CVT | {"depth": (1, 2, 3), "activation": "gelu"}  # as its code requires
     source = build("cvt_13", **held).eval()
-    state = KEY_MAPS["cvt-transformers"].from_native(source.state_dict(), source.config)
+    state = KEY_MAPS["transformers"].from_native(source.state_dict(), source.config)
     save_file(state, tmp_path / "model.safetensors")
     model = timm.create_model(
         "locality_cvt_13",

@@ -14,11 +14,10 @@ from typing import Any
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor
 
-from locality.checkpoints.adaptation import resample_pos_embeds
-from locality.checkpoints.beside import PREPROCESSING_KEYS, REGISTERED
-from locality.checkpoints.foreign import detect_key_map
+from locality.checkpoints.conversion import resample_pos_embeds
+from locality.checkpoints.foreign_config import PREPROCESSING_KEYS, REGISTERED
+from locality.checkpoints.loading import detect_key_map, fit_interface, locate_weights
 from locality.checkpoints.registry import SOURCES, Source, source
-from locality.checkpoints.resolve import locate_weights
 from locality.data.config import Preprocessing
 from locality.models.base import ImageClassifier
 from locality.models.config import CvTConfig
@@ -41,8 +40,8 @@ def adapt_weights(state: dict[str, Tensor], model: ImageClassifier) -> dict[str,
     Raises:
         UserError: for weights of unknown format or another architecture.
     """
-    key_map = detect_key_map(state)
-    config = key_map.configuration(state, model.config)
+    key_map = detect_key_map(state, model.config)
+    config = fit_interface(state, key_map, model.config)
     ours = key_map.to_native(state, config)
     resample_pos_embeds(ours, config, model.config, model.state_dict())
     return ours

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from locality.analysis.taps import capture
 from locality.checkpoints.api import Classifier, default_preprocessing
-from locality.checkpoints.beside import class_names
-from locality.checkpoints.format import FORMAT, FORMAT_VERSION, WRAPPER, Checkpoint
-from locality.checkpoints.resolve import read
+from locality.checkpoints.foreign_config import class_names
+from locality.checkpoints.loading import read
+from locality.checkpoints.native import FORMAT_VERSION, WRAPPER, Checkpoint
+from locality.checkpoints.registry import FORMAT
 from locality.data.config import Preprocessing
 from locality.errors import UserError, prefix_errors, require
 from locality.layers import fast
@@ -96,7 +97,8 @@ class LocalityConfig(PreTrainedConfig):
         count = len(self.id2label or {})
         with prefix_errors("id2label"):
             names = class_names(self.id2label, count)
-        content = {name: getattr(self, name) for name in ("format", "version", "name", "input")}
+        own = ("format", "version", "name", "input", "problem_type")
+        content = {name: getattr(self, name) for name in own}
         content["architecture"] = (self.architecture or {}) | {"num_classes": count}
         content["labels"] = None if names is None else list(names)
         return Checkpoint.from_description(content, {})

@@ -1,90 +1,213 @@
-"""The formats of timm, the authors, Microsoft and transformers: both directions, bit for bit."""
+"""The tensor names of timm, Microsoft and transformers: the same function in both directions.
+
+The references are timm's and transformers' own code. Microsoft's is transformers' with another
+activation, under the names in the description of its files.
+"""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import timm
 import torch
+from torch import Tensor, nn
 from transformers import CvtConfig, CvtForImageClassification
 
-from locality.checkpoints.foreign import CONVIT, DEIT, MICROSOFT, TRANSFORMERS
+from locality.checkpoints import KEY_MAPS, convert, read, save
+from locality.checkpoints.foreign_config import CVT_STAGES
+from locality.checkpoints.key_maps import MICROSOFT, TIMM, TRANSFORMERS
+from locality.checkpoints.state_dict import read_state
 from locality.errors import UserError
-from locality.models import build, list_models, variant
+from locality.models import VARIANTS, build
+from locality.models.cvt import QuickGELU
 
-VITS = {"convit": CONVIT, "deit": DEIT}
-SMALL_CVT = {"depth": (1, 2, 3), "num_classes": 10, "img_size": 64}
-HELD = {
-    "cvt_13": (MICROSOFT, {}),
-    "cvt_w24": (MICROSOFT, {}),
-    "cvt_13, avg": (MICROSOFT, {"global_pool": "avg"}),
-    "cvt_13, patches": (MICROSOFT, {"embedding": "patch", "num_classes": 5, "in_chans": 4}),
-    "cvt_13, transformers": (TRANSFORMERS, {"activation": "gelu"}),
-    "cvt_w24, transformers": (TRANSFORMERS, {"activation": "gelu", "in_chans": 4}),
-    **{
-        name: (key_map, {})
-        for family, key_map in VITS.items()
-        for name in list_models(family=family)
-        if name != f"{family}_base_plus"  # takes seconds
-    },
-    "convit_nano, biases": (CONVIT, {"qkv_bias": True}),
-    "deit_nano, one head": (DEIT, {"num_heads": 1}),
+CVT = {
+    "embed_dim": (16, 32, 48),
+    "num_heads": (1, 2, 3),
+    "depth": (1, 2, 3),
+    "img_size": 56,
+    "num_classes": 10,
+    "embed_stride": (2, 2, 2),
+    "embedding": "conv",
 }
-QUICK = ("nano", "micro", "tiny", "cvt_13")
-CASES = [
-    pytest.param(
-        name.partition(",")[0],
-        *each,
-        marks=() if any(word in name for word in QUICK) else pytest.mark.slow,
-        id=name,
-    )
-    for name, each in HELD.items()
+# Options of each family, and the foreign formats that hold them.
+VIT_OPTIONS: list[tuple[str, dict[str, Any], str]] = [
+    ("convit", {}, "timm"),
+    ("convit", {"qkv_bias": True}, "timm"),
+    ("convit", {"use_pos_embed": False}, "timm"),
+    ("convit", {"img_size": 12, "in_chans": 1}, "timm"),
+    ("convit", {"patch_size": 4, "mlp_ratio": 2.5}, "timm"),
+    ("convit", {"num_classes": 0}, "timm"),
+    ("convit", {"gpsa_layers": 0}, "timm"),
+    ("convit", {"gpsa_layers": 1, "num_heads": 2}, "timm"),
+    ("convit", {"gpsa_layers": 4, "class_token": False}, "timm"),
+    ("convit", {"global_pool": "avg"}, "timm"),
+    ("convit", {"freeze_gating": True, "locality_strength": 3.0, "conv_init": False}, "timm"),
+    ("convit", {"img_size": (8, 16)}, ""),
+    ("convit", {"gpsa_layers": 4, "global_pool": "avg"}, ""),
+    ("convit", {"class_token": False}, ""),
+    ("convit", {"positional_attention": "psa"}, ""),
+    ("convit", {"global_pool": ""}, ""),
+    ("deit", {}, "timm"),
+    ("deit", {"qkv_bias": False, "num_heads": 2}, "timm"),
+    ("deit", {"img_size": (4, 16)}, "timm"),  # 2×8 patches, as many as in a square of 4×4
+    ("deit", {"img_size": (8, 16), "mlp_ratio": 2.5}, "timm"),
+    ("deit", {"num_classes": 0, "in_chans": 1}, "timm"),
+    ("deit", {"use_pos_embed": False}, ""),
+    ("deit", {"global_pool": "avg"}, ""),
+]
+CVT_OPTIONS: list[tuple[str, dict[str, Any], str]] = [
+    ("cvt", {}, "microsoft"),
+    ("cvt", {"activation": "gelu"}, "transformers"),
+    ("cvt", {"kv_stride": (1, 2, 3)}, "microsoft"),
+    ("cvt", {"kv_padding": (0, 1, 1), "activation": "gelu"}, "transformers"),
+    ("cvt", {"projection_kernel": 5, "kv_padding": 1, "activation": "gelu"}, "transformers"),
+    ("cvt", {"mlp_ratio": (2.0, 3.0, 4.0), "activation": "gelu"}, "transformers"),
+    ("cvt", {"qkv_bias": False}, "microsoft"),
+    ("cvt", {"embedding": "patch", "num_heads": 1, "activation": "gelu"}, "transformers"),
+    ("cvt", {"num_classes": 0, "in_chans": 1, "activation": "gelu"}, "transformers"),
+    ("cvt", {"img_size": (48, 64)}, "microsoft"),
+    ("cvt", {"depth": (2, 2, 2), "activation": "gelu"}, ""),
+    ("cvt", {"global_pool": "avg", "activation": "gelu"}, ""),
+    ("cvt", {"global_pool": "avg", "class_token": True}, ""),
+    ("cvt", {"attention_scale": "head"}, ""),
+    ("cvt", {"class_token": False}, ""),
+    ("cvt", {"projection": "linear"}, ""),
+    ("cvt", {"kv_stride": (2, (2, 1), 2)}, ""),
+    ("cvt", {"mlp_ratio": (2.0, (2.0, 4.0), 4.0)}, ""),
+    ("cvt", {"position": "every"}, ""),
 ]
 
 
-@pytest.mark.parametrize(("name", "key_map", "fields"), CASES)
-def test_there_and_back_is_bitwise_equal(name, key_map, fields, randomise, assert_bitwise):
-    smaller = {"depth": (1, 2, 3)} if name.startswith("cvt") else {}
-    ours = randomise(build(name, **smaller, **fields))
-    state = ours.state_dict()
+def reference(key_map: str, state: dict[str, Tensor], config: Any) -> nn.Module:
+    """The model of timm or transformers with these weights."""
+    if key_map == "timm":
+        same = ("img_size", "patch_size", "in_chans", "num_classes", "depth", "num_heads")
+        fields = {name: getattr(config, name) for name in (*same, "mlp_ratio", "qkv_bias")}
+        if config.embed_class_token:
+            model = timm.models.VisionTransformer(embed_dim=config.embed_dim, **fields)
+        else:
+            model = timm.models.ConVit(
+                embed_dim=config.embed_dim // config.num_heads,
+                local_up_to_layer=config.gpsa_layers,
+                use_pos_embed=config.use_pos_embed,
+                global_pool=config.global_pool,
+                **fields,
+            )
+    else:
+        fields = {
+            theirs: [getattr(stage, ours) for stage in config.stages]
+            for theirs, ours in CVT_STAGES.items()
+        }
+        fields["padding_kv"] = [stage.resolved_kv_padding for stage in config.stages]
+        fields["padding_q"] = [stage.projection_kernel // 2 for stage in config.stages]
+        sizes = {"num_channels": config.in_chans, "num_labels": config.num_classes}
+        model = CvtForImageClassification(CvtConfig(**fields, **sizes))
+        if key_map == "microsoft":
+            assert state.keys() == microsoft_names(config)
+            gelu = replace(config, activation="gelu")
+            state = TRANSFORMERS.from_native(MICROSOFT.to_native(state, config), gelu)
+            for module in model.modules():
+                if hasattr(module, "activation"):
+                    module.activation = QuickGELU()
+    model.load_state_dict(state, strict=True)
+    return model.eval()
+
+
+def microsoft_names(config: Any) -> set[str]:
+    """The names of Microsoft's files."""
+    pair = ("weight", "bias")
+    last = len(config.stages) - 1
+    names = {f"{layer}.{kind}" for layer in ("norm", "head") for kind in pair}
+    names.add(f"stage{last}.cls_token")
+    statistics = (*pair, "running_mean", "running_var", "num_batches_tracked")
+    for s, stage in enumerate(config.stages):
+        names |= {
+            f"stage{s}.patch_embed.{part}.{kind}" for part in ("proj", "norm") for kind in pair
+        }
+        for b in range(stage.depth):
+            block = f"stage{s}.blocks.{b}."
+            layers = ("norm1", "norm2", "attn.proj", "mlp.fc1", "mlp.fc2")
+            names |= {f"{block}{layer}.{kind}" for layer in layers for kind in pair}
+            for x in "qkv":
+                names |= {f"{block}attn.proj_{x}.{kind}" for kind in pair[: 1 + stage.qkv_bias]}
+                names |= {f"{block}attn.conv_proj_{x}.bn.{name}" for name in statistics}
+                names.add(f"{block}attn.conv_proj_{x}.conv.weight")
+    return names
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "holds"),
+    [pytest.param(*row, id=f"{row[0]} {row[1]}") for row in VIT_OPTIONS + CVT_OPTIONS],
+)
+@torch.no_grad()
+def test_every_option_is_equal_or_refused(family, options, holds, tmp_path, randomise):
+    fields = CVT | options if family == "cvt" else options
+    model = randomise(build("cvt_13" if family == "cvt" else f"{family}_nano", **fields)).eval()
+    images = torch.randn(2, model.in_chans, *model.img_size)
+    expected = model(images)
+    source = save(model, tmp_path / "ours")
+    for to in KEY_MAPS:
+        target = tmp_path / ("again" if to == "locality" else f"{to}.pth")
+        if to not in ("locality", holds):
+            with pytest.raises(UserError):
+                convert(source, target, to)
+            continue
+        convert(source, target, to)
+        if to != "locality":
+            theirs = reference(to, read_state(target)[0], model.config)(images)
+            logits = getattr(theirs, "logits", theirs)
+            torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+        back = read(target, like=model.config).build()
+        torch.testing.assert_close(back(images), expected, atol=1e-6, rtol=1e-6)
+
+
+NAMED = {name: "microsoft" if row.family == "cvt" else "timm" for name, row in VARIANTS.items()}
+del NAMED["cvt_13_nas"]  # differs within a stage
+QUICK = ("nano", "micro", "tiny", "pico")
+# Named models whose weights fit another one as well, the published one.
+TWINS = {"deit_tiny_baseline": "deit_tiny", "deit_base_baseline": "deit_base"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if any(w in name for w in QUICK) else pytest.mark.slow)
+        for name in NAMED
+        if "plus" not in name
+    ],
+)
+def test_named_models_are_found_and_come_back(name, randomise, assert_bitwise, tmp_path, caplog):
+    ours = randomise(build(name, img_size=(64 if name.startswith("cvt") else None)))
+    state, key_map = ours.state_dict(), KEY_MAPS[NAMED[name]]
     theirs = key_map.from_native(state, ours.config)
     assert_bitwise(key_map.to_native(theirs, ours.config), state)
+    torch.save(theirs, tmp_path / "theirs.pth")
+    found = read(tmp_path / "theirs.pth")
+    assert found.name == TWINS.get(name, name) and found.name in caplog.text
+    assert_bitwise(dict(found.state), dict(state))
 
 
-# A DeiT's weights do not give its number of heads; width / 64 is assumed.
-TOLD = [case for case in CASES if case.values[1] is not DEIT or case.id == "deit_tiny"]
+@pytest.mark.parametrize(("layers", "depth", "size"), [(0, 5, 64), (2, 3, 48), (3, 3, 64)])
+@torch.no_grad()
+def test_the_depth_is_that_of_the_weights(layers, depth, size, randomise, tmp_path):
+    options = {"img_size": size, "depth": depth, "num_classes": 5}
+    theirs = timm.models.convit_tiny(local_up_to_layer=layers, **options)
+    torch.save(randomise(theirs).state_dict(), tmp_path / "theirs.pth")
+    found, images = read(tmp_path / "theirs.pth"), torch.randn(2, 3, size, size)
+    assert found.name is None and found.config.gpsa_layers == layers
+    torch.testing.assert_close(found.build()(images), theirs.eval()(images), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("name", "key_map", "fields"), TOLD)
-def test_the_architecture_is_read_from_the_shapes(name, key_map, fields):
-    with torch.device("meta"):
-        ours = build(name, **fields | ({"drop_path_rate": 0.0} if "cvt" in name else {}))
-    found = key_map.configuration(key_map.from_native(ours.state_dict(), ours.config))
-    told = {"activation": ours.config.activation} if "cvt" in name else {}
-    assert replace(found, **told) == ours.config
-
-
-@pytest.mark.parametrize("name", VITS)
-def test_timms_weights_give_timms_logits_in_both_directions(name, randomise, assert_bitwise):
-    key_map, sizes = VITS[name], {"img_size": 64, "num_classes": 10, "depth": 4}
-    if name == "convit":
-        theirs = timm.create_model("convit_tiny", local_up_to_layer=3, **sizes)
-        config = replace(variant("convit_tiny").config, gpsa_layers=3, **sizes)
-    else:
-        theirs = timm.create_model("deit_tiny_patch16_224", **sizes)
-        config = replace(variant("deit_tiny").config, **sizes)
-    ours, state = build(config).eval(), randomise(theirs).state_dict()
-    ours.load_state_dict(key_map.to_native(state, config))
-    images = torch.randn(2, 3, 64, 64)
-    with torch.no_grad():
-        torch.testing.assert_close(ours(images), theirs(images), atol=1e-5, rtol=0)
-    back = key_map.from_native(ours.state_dict(), config)
-    # Only the bias that the softmax cancels is lost.
-    biases = [f"blocks.{index}.attn.pos_proj.bias" for index in range(3)]
-    assert list(key_map.dropped(config)) == (biases if name == "convit" else [])
-    for dropped in key_map.dropped(config):
+def test_only_the_bias_that_the_softmax_cancels_is_lost(randomise, assert_bitwise):
+    sizes = {"img_size": 64, "num_classes": 10, "depth": 4}
+    state = randomise(timm.create_model("convit_tiny", local_up_to_layer=3, **sizes)).state_dict()
+    config = replace(VARIANTS["convit_tiny"].config, gpsa_layers=3, **sizes)
+    back = TIMM.from_native(TIMM.to_native(state, config), config)
+    assert [*TIMM.dropped(config)] == [f"blocks.{i}.attn.pos_proj.bias" for i in range(3)]
+    for dropped in TIMM.dropped(config):
         assert state[dropped].any() and not back[dropped].any()
         back[dropped] = state[dropped]
     assert_bitwise(back, state)
@@ -92,35 +215,14 @@ def test_timms_weights_give_timms_logits_in_both_directions(name, randomise, ass
 
 def test_every_tensor_of_transformers_has_its_place(randomise, assert_bitwise):
     theirs = randomise(CvtForImageClassification(CvtConfig(num_labels=10))).state_dict()
-    config = replace(TRANSFORMERS.configuration(theirs), activation="gelu")
+    config = replace(VARIANTS["cvt_13"].config, num_classes=10, activation="gelu")
     assert_bitwise(TRANSFORMERS.from_native(TRANSFORMERS.to_native(theirs, config), config), theirs)
 
 
-def test_ratios_that_differ_between_blocks_are_read_too():
-    ratios = [2, 4, 3, 2, 4, 4]
-    with torch.device("meta"):
-        ours = build("cvt_13", mlp_ratio=ratios, **SMALL_CVT)
-    state = {MICROSOFT.rename(name): tensor for name, tensor in ours.state_dict().items()}
-    found = MICROSOFT.configuration(state)
-    assert [ratio for stage in found.stages for ratio in stage.mlp_ratios] == ratios
-
-
-def test_a_hidden_width_that_a_rounded_ratio_falls_short_of_is_read():
-    assert int(112 * (230 / 112)) == 229
-    with torch.device("meta"):
-        ours = build("convit_nano", embed_dim=112, mlp_ratio=math.nextafter(230 / 112, 3))
-    state = CONVIT.from_native(ours.state_dict(), ours.config)
-    assert len(state["blocks.0.mlp.fc1.weight"]) == 230
-    assert CONVIT.configuration(state) == ours.config
-
-
-@pytest.mark.parametrize("key_map", [CONVIT, DEIT, MICROSOFT, TRANSFORMERS], ids=lambda m: m.name)
+@pytest.mark.parametrize("key_map", [TIMM, MICROSOFT, TRANSFORMERS], ids=lambda m: m.name)
 def test_missing_unknown_and_misshapen_tensors_are_named(key_map):
-    name, fields = {CONVIT: ("convit_nano", {}), DEIT: ("deit_nano", {})}.get(
-        key_map, ("cvt_13", SMALL_CVT)
-    )
-    fields = fields | ({"activation": "gelu"} if key_map is TRANSFORMERS else {})
-    ours = build(name, **fields)
+    fields = CVT | {"activation": getattr(key_map, "activation", "")}
+    ours = build("convit_nano") if key_map is TIMM else build("cvt_13", **fields)
     theirs = key_map.from_native(ours.state_dict(), ours.config)
     names = list(theirs)
     del theirs[names[3]]
@@ -129,25 +231,3 @@ def test_missing_unknown_and_misshapen_tensors_are_named(key_map):
         key_map.to_native(theirs, ours.config)
     for words in (f"missing: {names[3]}", "unknown: extra", f"{names[-1]} is (3,)"):
         assert words in str(caught.value)
-
-
-def test_what_a_format_cannot_hold_is_refused_by_its_name():
-    convit, deit = build("convit_nano"), build("deit_nano")
-    psa = build("convit_nano", positional_attention="psa")
-    refused = [(CONVIT, deit, "embed_class_token"), (DEIT, convit, "gpsa_layers")]
-    for key_map, model, named in (*refused, (CONVIT, psa, "psa")):
-        with pytest.raises(UserError, match=named):
-            key_map.from_native(model.state_dict(), model.config)
-    distilled = DEIT.from_native(deit.state_dict(), deit.config) | {"dist_token": torch.zeros(1)}
-    with pytest.raises(UserError, match="dist_token"):
-        DEIT.to_native(distilled, deit.config)
-    heads = build("cvt_13", embed_dim=(48, 96, 192), num_heads=(1, 2, 4), **SMALL_CVT)
-    theirs = MICROSOFT.from_native(heads.state_dict(), heads.config)
-    with pytest.raises(UserError, match="heads"):
-        MICROSOFT.configuration(theirs)
-    assert MICROSOFT.configuration(theirs, settings={"num_heads": 1})
-    with torch.device("meta"):
-        pooled = build("cvt_13", projection="avg")
-    theirs = {TRANSFORMERS.rename(name): tensor for name, tensor in pooled.state_dict().items()}
-    with pytest.raises(UserError, match="transformers"):
-        TRANSFORMERS.configuration(theirs)

@@ -18,8 +18,8 @@ from locality.checkpoints import (
     Classifier,
     Preprocessing,
     export,
+    loading,
     open_model,
-    resolve,
     save,
 )
 from locality.checkpoints.registry import EXPORT_SUFFIXES
@@ -239,7 +239,7 @@ def test_a_model_of_one_channel_takes_grey_pictures():
 def test_hub_repositories_are_saved_folders(tmp_path, monkeypatch):
     save(build("convit_nano"), tmp_path, preprocessing=Preprocessing(8), classes=CLASSES)
     monkeypatch.setattr(
-        resolve, "snapshot_download", lambda name, **k: {"me/model": tmp_path}[name]
+        loading, "snapshot_download", lambda name, **k: {"me/model": tmp_path}[name]
     )
     opened = open_model("me/model")
     assert opened.name == "me/model" and opened.classes == tuple(CLASSES)

@@ -19,8 +19,8 @@ from locality.checkpoints import (
     Preprocessing,
     create_model,
     load_weights,
+    loading,
     open_model,
-    resolve,
     save,
     source,
 )
@@ -106,10 +106,10 @@ def no_hub(monkeypatch):
 
 
 def test_offline_the_error_says_which_file_and_where_to_put_it(no_hub, monkeypatch):
-    monkeypatch.setattr(resolve, "hf_hub_download", nowhere)
+    monkeypatch.setattr(loading, "hf_hub_download", nowhere)
     with pytest.raises(UserError) as caught:
         create_model("convit_tiny.fb_in1k", pretrained=True)
-    file = resolve.cache_dir() / "weights" / "convit_tiny.fb_in1k.safetensors"
+    file = loading.cache_dir() / "weights" / "convit_tiny.fb_in1k.safetensors"
     for named in ("https://huggingface.co/timm/convit_tiny.fb_in1k", str(file)):
         assert named in str(caught.value)
 
@@ -117,7 +117,7 @@ def test_offline_the_error_says_which_file_and_where_to_put_it(no_hub, monkeypat
 def test_a_hub_that_does_not_answer_is_asked_once(no_hub):
     """The client by itself retries for half a minute."""
     with pytest.raises(UserError, match="convit_tiny"):
-        resolve.locate_weights(source("convit_tiny"))
+        loading.locate_weights(source("convit_tiny"))
     with pytest.raises(UserError, match="timm/vit_tiny_patch16_224"):
         open_model("timm/vit_tiny_patch16_224")
     with pytest.raises(FileNotFoundError, match="nobody/nothing"):
@@ -134,9 +134,9 @@ def tiny_state():
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
 def test_a_file_put_there_is_used(suffix, tiny_state, monkeypatch):
-    monkeypatch.setattr(resolve, "hf_hub_download", nowhere)
+    monkeypatch.setattr(loading, "hf_hub_download", nowhere)
     reference, state = tiny_state
-    path = resolve.cache_dir() / "weights" / f"convit_tiny.fb_in1k{suffix}"
+    path = loading.cache_dir() / "weights" / f"convit_tiny.fb_in1k{suffix}"
     path.parent.mkdir(parents=True)
     if suffix == ".pth":
         torch.save({"model": state}, path)
@@ -149,7 +149,7 @@ def test_a_file_put_there_is_used(suffix, tiny_state, monkeypatch):
 
 
 def test_settings_that_fit_by_shape_but_mean_another_function_are_refused():
-    path = resolve.cache_dir() / "weights" / "deit_tiny.fb_in1k.safetensors"
+    path = loading.cache_dir() / "weights" / "deit_tiny.fb_in1k.safetensors"
     path.parent.mkdir(parents=True)
     save_file(timm.create_model("deit_tiny_patch16_224").state_dict(), path)
     for differing in ({"num_heads": 6}, {"global_pool": "avg"}):
@@ -165,7 +165,7 @@ def test_the_hubs_file_is_used(tiny_state, tmp_path, monkeypatch):
         asked.append((repo, file))
         return str(tmp_path / file)
 
-    monkeypatch.setattr(resolve, "hf_hub_download", fetched)
+    monkeypatch.setattr(loading, "hf_hub_download", fetched)
     opened = open_model("convit_tiny.fb_in1k")
     assert asked == [("timm/convit_tiny.fb_in1k", "model.safetensors")]
     assert opened.name == "convit_tiny.fb_in1k" and opened.preprocessing == Preprocessing(224)

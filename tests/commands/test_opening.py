@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 import locality
-from locality.checkpoints import KEY_MAPS, Preprocessing, export, load, open_model, resolve, save
+from locality.checkpoints import KEY_MAPS, Preprocessing, export, load, loading, open_model, save
 from locality.cli import main
 from locality.errors import UserError
 from locality.models import build
@@ -40,7 +40,7 @@ def given(tmp_path_factory):
     assert main(["train", "digits", "--output", str(root / "run"), *SHORT_WORDS]) == 0
     model = load(root / "run")
     save(model, root / "saved")
-    state = KEY_MAPS["convit"].from_native(model.state_dict(), model.config)
+    state = KEY_MAPS["timm"].from_native(model.state_dict(), model.config)
     torch.save(state, root / "weights.pth")
     Image.new("RGB", (8, 8), "white").save(root / "image.png")
     return root
@@ -56,12 +56,12 @@ def graph(given):
 def inputs(given, tmp_path, monkeypatch):
     """Eight kinds of source, and a missing file."""
     monkeypatch.setattr(
-        resolve, "snapshot_download", lambda name, **kw: {"me/model": given / "saved"}[name]
+        loading, "snapshot_download", lambda name, **kw: {"me/model": given / "saved"}[name]
     )
     tiny = build("convit_tiny")
     monkeypatch.setenv("LOCALITY_HOME", str(tmp_path / "home"))
     (tmp_path / "home/weights").mkdir(parents=True)
-    state = KEY_MAPS["convit"].from_native(tiny.state_dict(), tiny.config)
+    state = KEY_MAPS["timm"].from_native(tiny.state_dict(), tiny.config)
     torch.save(state, tmp_path / "home/weights/convit_tiny.fb_in1k.pth")
     theirs = timm.create_model
     monkeypatch.setattr(timm, "create_model", lambda *a, pretrained=False, **kw: theirs(*a, **kw))

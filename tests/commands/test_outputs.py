@@ -21,7 +21,7 @@ COMMANDS = {
     "explore run --count 1 --output {}": "out.html",
     "predict photo.png --model saved --output {}": "out.csv",
     "eval run --predictions {}": "out.csv",
-    "convert saved {} --to convit": "out.pth",
+    "convert saved {} --to timm": "out.pth",
     "convert saved  {}": "out.safetensors",
     "export saved {} --format torch-export": "out.pt2",
 }

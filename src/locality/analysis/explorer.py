@@ -168,7 +168,7 @@ def _observe(subject: Classifier, batch: Tensor) -> tuple[dict[str, Any], list[b
         "prefix": prefix,
         "family": family_of(getattr(model, "variant", None)),
         "layers": list(layers.values()),
-        "answers": [_answers(subject, logits[0].softmax(dim=-1)) for _, logits in observed],
+        "answers": [_answers(subject, subject.probabilities(logits)[0]) for _, logits in observed],
     }
     return about, [packed for packed, _ in observed]
 

@@ -68,6 +68,7 @@ def live_page(
         images = [to_rgb(image, preprocessing.decoding).convert("L") for image in images]
     shown = prepare_sample(subjects[0], images).shown[..., :channels]
     for subject in subjects:
+        subject.check_one_label()
         subject.check_logits(subject.logits(subject.prepare(images)))
     described = [model for model, _ in models]
     page = {

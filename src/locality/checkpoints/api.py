@@ -16,11 +16,12 @@ from PIL import Image
 from timm.models._features import FeatureGetterNet
 from torch import Tensor
 
-from locality.checkpoints.adaptation import load_weights, set_data_config
-from locality.checkpoints.beside import timm_preprocessing
+from locality.checkpoints.conversion import load_weights, set_data_config
+from locality.checkpoints.foreign_config import timm_preprocessing
+from locality.checkpoints.loading import graph_not_model, read
+from locality.checkpoints.native import ProblemType, probabilities
 from locality.checkpoints.onnx import open_graph
 from locality.checkpoints.registry import WEIGHT_FILES, detect_kind, source
-from locality.checkpoints.resolve import graph_not_model, read
 from locality.data.config import Preprocessing
 from locality.data.decoding import BadImage, convert, to_rgb
 from locality.data.preprocessing import eval_transform, normalise
@@ -46,6 +47,7 @@ class Classifier:
         classes: class names in the order of the logits, or None if unknown.
         model: the PyTorch model, or None for an ONNX graph.
         num_classes: number of outputs.
+        problem_type: what the logits mean, as in `Checkpoint`.
     """
 
     name: str
@@ -54,6 +56,14 @@ class Classifier:
     classes: tuple[str, ...] | None = None
     model: ImageClassifier | None = None
     num_classes: int = 0
+    problem_type: ProblemType | None = None
+
+    def __post_init__(self) -> None:
+        if self.problem_type == "regression":
+            raise UserError(
+                f"{self.name} is a regression model: its outputs are values, not probabilities of "
+                f"classes; locality.load gives the model"
+            )
 
     @classmethod
     def of(
@@ -80,6 +90,7 @@ class Classifier:
             None if classes is None else tuple(classes),
             model,
             model.num_classes,
+            getattr(model, "problem_type", None),
         )
 
     def __call__(self, images: Iterable[Image.Image]) -> Tensor:
@@ -93,7 +104,23 @@ class Classifier:
             return torch.empty(0, 0)
         logits = self.logits(batch)
         self.check_logits(logits)
-        return logits.softmax(dim=-1)
+        return self.probabilities(logits)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Logits (B, classes) → probabilities: of each class alone if an image has several."""
+        return probabilities(logits, self.problem_type)
+
+    def check_one_label(self) -> None:
+        """Check that each image has one class.
+
+        Raises:
+            UserError: for a model of several labels per image.
+        """
+        if self.problem_type == "multi_label_classification":
+            raise UserError(
+                f"{self.name} gives an image several labels; a model of one class per image is "
+                f"needed"
+            )
 
     def check_logits(self, logits: Tensor) -> None:
         """Check that the logits (B, classes) are finite.
@@ -189,7 +216,8 @@ def open_model(
         path = Path(what)
         logits, held = open_graph(path)
         prepared = default_preprocessing(held.preprocessing, held.config)
-        return Classifier(path.name, logits, prepared, held.classes, None, held.config.num_classes)
+        about = held.classes, None, held.config.num_classes, held.problem_type
+        return Classifier(path.name, logits, prepared, *about)
     checkpoint = read(what, variant, entry, settings)
     path = Path(what).absolute()
     named = path.parent if path.name in WEIGHT_FILES else path
@@ -213,12 +241,16 @@ def load(
     entry: str | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> ImageClassifier:
-    """Load a trained model in evaluation mode; the `model` of `open_model`.
+    """Load a trained model in evaluation mode; the arguments are those of `read`.
 
     Raises:
         FileNotFoundError, UserError: as in `read`, or if `what` is an exported graph.
     """
-    return open_model(what, variant, entry, settings).module()
+    checkpoint = read(what, variant, entry, settings)
+    with prefix_errors(what):
+        model = checkpoint.build()
+        set_data_config(model, default_preprocessing(checkpoint.preprocessing, model.config))
+    return model
 
 
 def create_model(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from locality.checkpoints.format import Checkpoint
+from locality.checkpoints.native import Checkpoint
 from locality.checkpoints.registry import FORMAT, check_export_path
 from locality.data.config import Preprocessing
 from locality.errors import UserError, prefix_errors, require, wrap_errors

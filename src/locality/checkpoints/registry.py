@@ -38,8 +38,8 @@ WEIGHT_FILES = (*HUB_FILES, "pytorch_model.pth")
 WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 """Suffixes of weight files; the format is detected from the content."""
 
-KEY_MAP_NAMES = (FORMAT, "convit", "deit", "cvt-microsoft", "cvt-transformers")
-"""The formats that `convert` writes, the keys of `foreign.KEY_MAPS`."""
+KEY_MAP_NAMES = (FORMAT, "timm", "microsoft", "transformers")
+"""The formats that `convert` writes, the keys of `KEY_MAPS`."""
 
 EXPORT_SUFFIXES: dict[str, str] = {"onnx": ".onnx", "torch-export": ".pt2"}
 """File suffix of each export format."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
-from locality.checkpoints.safe_load import unpickle
+from locality.checkpoints.state_dict import unpickle
 from locality.errors import CheckpointNotSaved, NonFiniteWeights, RunFailed, UserError, one_line
 from locality.files import atomic_file, open_file
 

@@ -196,7 +196,9 @@ def evaluate(arguments: Sequence[str]) -> None:
     def keep(batch: data.Batch, logits: Tensor) -> None:
         collector(batch, logits.cpu())
         if options.predictions:
-            seen.extend(zip(batch.indices, batch.targets, logits.softmax(1).cpu(), strict=True))
+            seen.extend(
+                zip(batch.indices, batch.targets, opened.probabilities(logits).cpu(), strict=True)
+            )
 
     result = training.evaluate_opened(
         opened,

@@ -149,8 +149,9 @@ def open_for(
         splits: these images, if already open.
 
     Raises:
-        UserError: if images have classes that the model does not have.
+        UserError: if images have classes that the model does not have, or it gives several.
     """
+    opened.check_one_label()
     count, names = opened.num_classes, joinable(opened.classes)
     if splits is None:
         splits = open_data(data, seed, names if recorded or names is None else (), whole)

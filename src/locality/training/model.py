@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from locality.checkpoints import load, load_weights
-from locality.checkpoints.resolve import read
+from locality.checkpoints.loading import read
 from locality.data import DataSplits, open_data
 from locality.data.config import check_rgb
 from locality.errors import prefix_errors

@@ -214,6 +214,7 @@ def load_teacher(
         place, variant = config.teacher_weights, PREFIX + name
     if place in SOURCES or Path(place).exists():
         opened = open_model(place, variant, config.teacher_entry)
+        opened.check_one_label()
         model, own, names = opened.module(), opened.preprocessing, joinable(opened.classes)
         model.shortcuts = True
     else:

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from locality.checkpoints import save
 from locality.checkpoints.api import load
-from locality.checkpoints.format import WEIGHTS
+from locality.checkpoints.registry import WEIGHTS
 from locality.data import BatchLoader, ImageSource, eval_loader, open_data
 from locality.errors import UserError
 from locality.files import csv_text, read_json, write_atomic

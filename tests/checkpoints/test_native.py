@@ -12,9 +12,9 @@ from huggingface_hub import ModelCard
 from PIL import ExifTags, Image
 from safetensors.torch import load_file, save_file
 
-import locality.checkpoints.format as native
+import locality.checkpoints.native as native
 from locality.checkpoints import Classifier, Preprocessing, load, open_model, save
-from locality.checkpoints.format import Checkpoint
+from locality.checkpoints.native import Checkpoint
 from locality.data.folder import read_image
 from locality.errors import UserError
 from locality.models import VARIANTS, build

@@ -1,14 +1,13 @@
-"""Read weight files without running code in them.
+"""Read weight files of any origin, without running code in them.
 
-PyTorch files are pickles, which are programs. They are read with `weights_only=True`: torch's
-unpickler, restricted to tensors and containers. Two more classes are allowed, because the ConViT
-authors' files include their command line: `argparse.Namespace`, which only holds values, and paths,
-which are read as pure paths that access no file.
+PyTorch files are pickles, which are programs; they are read with `weights_only=True`, torch's
+unpickler for tensors and containers.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import pickle
 import re
 from collections.abc import Iterable, Mapping
@@ -22,6 +21,11 @@ from torch import Tensor
 from locality.errors import UserError, one_line, some, wrap_errors
 from locality.files import open_file
 
+State = Mapping[str, Tensor]
+
+_log = logging.getLogger("locality")
+
+# The ConViT authors' files hold their command line and paths, which are read as pure ones.
 ALLOWED_CLASSES: tuple[Any, ...] = (
     argparse.Namespace,
     *(
@@ -37,11 +41,55 @@ pickle if it differs."""
 _NAMED_GLOBAL = re.compile(r"GLOBAL (\S+)")
 # First bytes of files that are not weights.
 _OTHERS = {
-    b"": "empty",
     b"version https://git-lfs": "a git-lfs pointer; fetch the weights with `git lfs pull`",
     b"<!doctype": "a web page, not weights",
     b"<html": "a web page, not weights",
 }
+
+
+def check_keys(state: State, expected: State, owner: str) -> None:
+    """Check the names and shapes of a state dict.
+
+    Args:
+        state: the state dict to check.
+        expected: the required names, with their shapes and whether they are floating-point.
+        owner: whose names these are, for the message.
+
+    Raises:
+        UserError: naming missing and unknown tensors, and those of another shape or dtype.
+    """
+    wrong = []
+    for name in state.keys() & expected.keys():
+        tensor, wanted = state[name], expected[name]
+        if tensor.shape != wanted.shape:
+            wrong.append(f"{name} is {tuple(tensor.shape)} instead of {tuple(wanted.shape)}")
+        elif tensor.is_floating_point() != wanted.is_floating_point():
+            wrong.append(f"{name} holds {tensor.dtype} instead of {wanted.dtype}")
+    faults = {
+        "missing": [name for name in expected if name not in state],
+        "unknown": [name for name in state if name not in expected],
+        "of another shape": sorted(wrong),
+    }
+    if any(faults.values()):
+        said = "; ".join(
+            f"{what}: {some(names, quote='')}" for what, names in faults.items() if names
+        )
+        raise UserError(f"these weights do not fit the model ({owner} names); {said}")
+
+
+def check_finite(state: State) -> None:
+    """Check that all weights are finite.
+
+    Raises:
+        UserError: naming the tensors that contain NaN or infinity.
+    """
+    broken = [
+        name
+        for name, tensor in state.items()
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all()
+    ]
+    if broken:
+        raise UserError(f"these weights contain NaN or infinity, in {some(broken, quote='')}")
 
 
 def read_state(
@@ -66,9 +114,10 @@ def read_state(
     with open_file(path) as file:
         start = file.read(512).lower()
         file.seek(0)
-        for first, what in _OTHERS.items():
-            if start == first or (first and start.lstrip().startswith(first)):
-                raise UserError(f"{path} is {what}")
+        text = start.lstrip()
+        what = next((what for first, what in _OTHERS.items() if text.startswith(first)), "")
+        if what or not start:
+            raise UserError(f"{path} is {what or 'empty'}")
         if start[8:9] != b"{":
             content = unpickle(file, path)
         else:
@@ -158,3 +207,33 @@ def _is_state_dict(value: Any) -> bool:
         and len(value) > 0
         and all(isinstance(tensor, Tensor) for tensor in value.values())
     )
+
+
+def unwrap(state: State, stems: Iterable[str], path: Path) -> dict[str, Tensor]:
+    """The tensors of the only model in a state dict, without a wrapper's prefix.
+
+    Prefixes are those of wrappers (`module.`, `_orig_mod.`, `model.`, any attribute of a Lightning
+    module).
+
+    Args:
+        state: the state dict.
+        stems: the names that the first tensor of a model may have.
+        path: its file, for messages.
+
+    Raises:
+        UserError: if there are several models, for example a student and its teacher.
+    """
+    found = {
+        name.removesuffix(stem)
+        for name in state
+        for stem in stems
+        if f".{name}".endswith(f".{stem}")
+    }
+    # The names of one model may end like those of another: the shortest prefix is the model's.
+    prefixes = [one for one in found if not any(one.startswith(o) for o in found - {one})]
+    if len(prefixes) > 1:
+        raise several_entries(path, sorted(prefix.rstrip(".") for prefix in prefixes))
+    prefix = "".join(prefixes)
+    if others := [name for name in state if not name.startswith(prefix)]:
+        _log.warning(f"{path}: tensors outside {prefix[:-1]} are ignored: {some(others, quote='')}")
+    return {name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)}

@@ -1,28 +1,92 @@
-"""Load weights into a model with another image size, other channels or classes."""
+"""Convert weights to other formats, and to models of another image size, channels or classes."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save as to_safetensors
 from timm.models import adapt_input_conv
 from torch import Tensor
 
-from locality.checkpoints.beside import PREPROCESSING_KEYS
-from locality.checkpoints.format import Checkpoint
-from locality.checkpoints.key_map import NATIVE, check_config_class, check_finite, check_keys
-from locality.checkpoints.resolve import read
+from locality.checkpoints.foreign_config import PREPROCESSING_KEYS
+from locality.checkpoints.key_maps import KEY_MAPS, NATIVE
+from locality.checkpoints.loading import check_family, read
+from locality.checkpoints.native import Checkpoint, contiguous_copies, write_file, write_folder
+from locality.checkpoints.registry import check_target
+from locality.checkpoints.state_dict import check_finite, check_keys
 from locality.data.classes import class_difference, joinable, numbered
 from locality.data.config import Preprocessing
 from locality.errors import UserError, prefix_errors
+from locality.files import atomic_file, write_atomic
 from locality.models.base import ImageClassifier, position_embedding
 from locality.models.config import signature_diff
 
 State = dict[str, Tensor]
 
 _log = logging.getLogger("locality")
+
+
+def convert(
+    source: Path | str,
+    target: Path | str,
+    to: str = "locality",
+    model: str | None = None,
+    entry: str | None = None,
+    overwrite: bool = False,
+    settings: Mapping[str, Any] | None = None,
+) -> str:
+    """Read a model from any source and write it in the format `to`.
+
+    Args:
+        source: as in `locality.load`.
+        target: a folder (only for the native format) if it has no suffix, else a `.safetensors` or
+            PyTorch file (`.pth`, `.pt`, `.bin`).
+        to: the format to write, one of `KEY_MAPS`.
+        model: the model name, if it cannot be inferred from the weights; must match them.
+        entry: the state dict to read, if the checkpoint has several.
+        overwrite: replace an existing `target`.
+        settings: fields of the model's configuration that override those of the source.
+
+    Returns:
+        a summary.
+
+    Raises:
+        FileNotFoundError: if `source` does not exist.
+        UserError: if it cannot be read, the format cannot hold the model, or `target` exists;
+            nothing is written then.
+    """
+    target = Path(target)
+    check_target(target, to, overwrite)
+    wanted = KEY_MAPS[to]
+    checkpoint = read(source, model, entry, settings)
+    with prefix_errors(source):
+        state = checkpoint.build().state_dict()
+    notes = ""
+    if wanted is not NATIVE:
+        state = contiguous_copies(wanted.from_native(state, checkpoint.config))
+        if target.suffix == ".safetensors":
+            write_atomic(target, to_safetensors(state, {"format": "pt"}))
+        else:
+            with atomic_file(target) as file:
+                torch.save(state, file)
+        name = checkpoint.name or "the nearest, and --set for each setting that differs"
+        notes = (
+            f"\nthe format keeps tensors alone: no heads, strides, padding, pooling, activation, "
+            f"preprocessing or class names; read it with --variant {name}"
+        )
+    elif target.suffix:
+        write_file(checkpoint, target)
+    else:
+        write_folder(checkpoint, target)
+    size = sum(tensor.numel() for tensor in state.values())
+    return (
+        f"{source} → {target} ({to}): "
+        f"{checkpoint.name or 'a model without a name'}, {size:,} numbers{notes}"
+    )
 
 
 def load_weights(
@@ -55,13 +119,13 @@ def load_weights(
     target = model.config
     checkpoint = read(what, entry=entry, like=target)
     with prefix_errors(what):
-        check_config_class(type(checkpoint.config), target)
+        check_family(type(checkpoint.config), target)
         fresh = model.state_dict()
         state = dict(checkpoint.state)
         changes = _classifier(state, checkpoint, target, fresh, classes)
         for adapt in (_channels, resample_pos_embeds):
             changes += adapt(state, checkpoint.config, target, fresh)
-        check_keys(state, fresh, NATIVE.title)
+        check_keys(state, fresh, "locality's")
         if checkpoint.described:
             for name, (theirs, ours) in signature_diff(checkpoint.config, target).items():
                 raise UserError(
@@ -114,18 +178,18 @@ def _classifier(
 
 
 def _channels(state: State, source: Any, target: Any, fresh: State) -> list[str]:
-    given, wanted = source.in_chans, target.in_chans
-    if given == wanted:
+    channels, wanted = source.in_chans, target.in_chans
+    if channels == wanted:
         return []
     name = f"{target.stem}.weight"
     if name in state:
-        if given != 3 or state[name].shape[1] != 3:
+        if channels != 3 or state[name].shape[1] != 3:
             raise UserError(
-                f"these weights take {given} channels, the model {wanted}; only weights for 3 "
+                f"these weights take {channels} channels, the model {wanted}; only weights for 3 "
                 f"channels can be adapted"
             )
         state[name] = adapt_input_conv(wanted, state[name])
-    return [f"the first convolution is adapted from {given} to {wanted} channels"]
+    return [f"the first convolution is adapted from {channels} to {wanted} channels"]
 
 
 def resample_pos_embeds(state: State, source: Any, target: Any, fresh: State) -> list[str]:

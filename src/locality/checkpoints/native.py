@@ -1,4 +1,4 @@
-"""The native format: a folder with `model.safetensors`, `config.json` and a model card.
+"""Saved models: a folder with `model.safetensors`, `config.json` and a model card.
 
 The safetensors file also holds the description, so that it can be loaded by itself.
 """
@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import EvalResult, ModelCardData
@@ -18,8 +18,8 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 
 from locality import __version__, checks
-from locality.checkpoints.key_map import State, check_finite, check_keys, meta_state_dict
 from locality.checkpoints.registry import FORMAT, WEIGHTS
+from locality.checkpoints.state_dict import State, check_finite, check_keys
 from locality.data.config import Preprocessing
 from locality.errors import UserError, lookup
 from locality.files import write_atomic
@@ -34,6 +34,22 @@ CARD = "README.md"
 WRAPPER = "locality"
 """Prefix of the tensors in models of `locality.transformers`."""
 
+ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
+"""What a head's numbers mean, in transformers' words."""
+
+
+def probabilities(logits: Tensor, problem_type: ProblemType | None) -> Tensor:
+    """The probabilities (B, classes) of a classifier's logits, as in transformers' pipeline."""
+    if problem_type == "multi_label_classification" or logits.shape[-1] == 1:
+        return logits.sigmoid()
+    return logits.softmax(dim=-1)
+
+
+def meta_state_dict(config: Any) -> dict[str, Tensor]:
+    """The state dict of the model of `config` on the meta device: names and shapes."""
+    with torch.device("meta"):
+        return build(config).state_dict()
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -46,17 +62,18 @@ class Checkpoint:
         preprocessing: preprocessing of the images, or None if unknown; gets the model's image size
             if it has none.
         classes: class names in the order of the logits, or None.
-        key_map: name of the key map of the file.
+        problem_type: what the logits mean, see `probabilities`; the model's own attribute of this
+            name.
         figures: results for the model card, for example a run's `result.json`.
         described: whether the source has the settings that shapes do not determine.
     """
 
     config: Any
-    state: dict[str, Tensor]
+    state: State
     name: str | None = None
     preprocessing: Preprocessing | None = None
     classes: tuple[str, ...] | None = None
-    key_map: str = "locality"
+    problem_type: ProblemType | None = None
     figures: Mapping[str, Any] | None = None
     described: bool = True
 
@@ -67,6 +84,7 @@ class Checkpoint:
         names, count = self.classes, self.config.num_classes
         if names is not None and len(names) != count:
             raise UserError(f"{len(names)} class names given for {count} classes")
+        checks.typed("problem_type", self.problem_type, ProblemType | None)
 
     @classmethod
     def of(
@@ -83,14 +101,15 @@ class Checkpoint:
                 configuration, or its weights are not finite.
         """
         inner: Any = getattr(model, "_orig_mod", model)  # torch.compile's
+        problem_type = getattr(inner, "problem_type", None)
         if isinstance(getattr(inner, WRAPPER, None), ImageClassifier):
             known = inner.config.checkpoint()
             preprocessing, classes = preprocessing or known.preprocessing, classes or known.classes
-            inner = inner.locality
+            problem_type, inner = known.problem_type, inner.locality
         if not isinstance(inner, ImageClassifier):
             raise UserError(f"a model of this library is needed, not a {type(inner).__name__}")
         state = contiguous_copies(
-            {name: each.detach().cpu() for name, each in inner.state_dict().items()}
+            {name: tensor.detach().cpu() for name, tensor in inner.state_dict().items()}
         )
         expected = meta_state_dict(inner.config)
         if inner.fused and state.keys() != expected.keys():
@@ -98,7 +117,8 @@ class Checkpoint:
         check_keys(state, expected, "locality's")
         check_finite(state)
         names = None if classes is None else tuple(classes)
-        return cls(inner.config, state, inner.variant, preprocessing, names, figures=figures)
+        about = inner.variant, preprocessing, names, problem_type
+        return cls(inner.config, state, *about, figures=figures)
 
     def build(self) -> ImageClassifier:
         """Build the model, in evaluation mode, on the CPU in fp32.
@@ -107,14 +127,14 @@ class Checkpoint:
             UserError: if weights are missing, unknown, of another shape, or not finite.
         """
         with torch.device("meta"):
-            model = build(self.config)
+            model: Any = build(self.config)
         expected = model.state_dict()
         check_keys(self.state, expected, "locality's")
         check_finite(self.state)
         # Assigning the tensors avoids an initialisation, and leaves the random generator alone.
         state = {name: tensor.to(expected[name].dtype) for name, tensor in self.state.items()}
         model.load_state_dict(state, strict=True, assign=True)
-        model.variant = self.name
+        model.variant, model.problem_type = self.name, self.problem_type
         return model.eval()
 
     def describe(self) -> dict[str, Any]:
@@ -127,10 +147,11 @@ class Checkpoint:
             "architecture": {"family": self.config.family, **dataclasses.asdict(self.config)},
             "input": None if self.preprocessing is None else dataclasses.asdict(self.preprocessing),
             "labels": None if self.classes is None else list(self.classes),
+            "problem_type": self.problem_type,
         }
 
     @classmethod
-    def from_description(cls, content: dict[str, Any], state: dict[str, Tensor]) -> Checkpoint:
+    def from_description(cls, content: Any, state: State) -> Checkpoint:
         """The checkpoint of the content of `config.json` and weights.
 
         Missing settings get their defaults, so that older files can be read.
@@ -145,7 +166,8 @@ class Checkpoint:
                 f"it has format version {content.get('version')}, but locality {__version__} "
                 f"reads version {FORMAT_VERSION}; upgrade locality"
             )
-        checks.shaped("its description", content, {"architecture": dict, "labels?": [str]})
+        shape = {"architecture": dict, "labels?": [str], "name?": str}
+        checks.shaped("its description", content, shape)
         fields = dict(content["architecture"])
         families = {config.family: config for config in MODELS}
         family = lookup("family of models", str(fields.pop("family", None)), families)
@@ -155,7 +177,8 @@ class Checkpoint:
             preprocessing = from_dict(Preprocessing, preprocessing, "input")
         labels = content.get("labels")
         classes = None if labels is None else tuple(labels)
-        return cls(config, state, content.get("name"), preprocessing, classes)
+        about = content.get("name"), preprocessing, classes, content.get("problem_type")
+        return cls(config, state, *about)
 
 
 def model_card(checkpoint: Checkpoint) -> str:
