@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import typing
@@ -41,7 +42,7 @@ type_hints = cache(typing.get_type_hints)
 
 
 def typed(name: str, value: Any, hint: Any) -> Any:
-    """`value` converted to a type: lists become tuples, integers become floats if required.
+    """`value` converted to a type: lists become tuples, integers and "1e-3" floats, if required.
 
     Raises:
         UserError: with the setting, its value and what is accepted.
@@ -49,6 +50,9 @@ def typed(name: str, value: Any, hint: Any) -> Any:
     try:
         return msgspec.convert(value, hint)
     except msgspec.ValidationError as error:
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError, msgspec.ValidationError):
+                return msgspec.convert(float(value), hint)
         names = choices(hint)
         for given in value if isinstance(value, (list, tuple)) else (value,):
             named = isinstance(given, str) or typing.get_origin(hint) is Literal

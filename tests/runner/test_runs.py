@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+import yaml
 
 from locality import settings
 from locality.files import parse_yaml
 from locality.runner import runs
 from locality.runner.runs import Run, content_folder, digest
 from locality.training import RunConfig, recipe, replace, train
+from locality.training.config import model_settings
 
 
 def test_folders_are_shared_by_runs_that_do_the_same_and_by_no_others(tmp_path, tiny_config):
@@ -26,6 +28,26 @@ def test_folders_are_shared_by_runs_that_do_the_same_and_by_no_others(tmp_path, 
     ):
         assert digest(replace(config, change)) != digest(config), change
     assert digest(config, "another.package:task") != digest(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "values"),
+    [
+        ("model.locality_strength", ["2", "2.0", "2e0"], [2, 2.0, "2.0"]),
+        ("optim.lr", ["1e-3", "0.001"], [0.001, "1e-3"]),
+        ("optim.betas", ["0.9,0.99", "[0.9, 0.99]"], [(0.9, 0.99), [0.9, 0.99]]),
+    ],
+)
+def test_one_value_is_one_identity_however_written(tiny_config, name, written, values):
+    known, config = settings.settings_of(RunConfig) | model_settings("convit_nano"), tiny_config()
+    parsed = [settings.parse(text, known[name].hint, name) for text in written]
+    group, _, own = name.partition(".")
+    made = [replace(config, {name: value}) for value in (*values, *parsed)]
+    for text in written:
+        values = settings.to_dict(config)
+        values[group][own] = parse_yaml(text if "," not in text else f"[{text.strip('[]')}]", name)
+        made.append(settings.from_yaml(RunConfig, yaml.safe_dump(values)))
+    assert len({digest(each) for each in made}) == 1
 
 
 def test_the_default_of_every_setting_that_identifies_a_run_is_frozen():
@@ -52,7 +74,7 @@ af2298977da0 finetune
 dee63658120c digits {seed: 7, data.fraction: 0.05}
 9916f97bce1f digits {model.name: deit_nano, data.part: [0.25, 1.0]}
 d860d424dedc digits {model.locality_strength: 2.0}
-0e21d8502e88 digits {model.locality_strength: 1.0, model.gating_init: 0}
+7207fc4587fd digits {model.locality_strength: 1.0, model.gating_init: 0}
 85ebc798db96 digits {model.name: cvt_nano, model.kv_stride: 1}
 2540da3ea3fc digits {model.name: cvt_nano, model.mlp_ratio: [2.0, 4.0, 4.0]}
 61db7485cd80 digits {model.name: timm/resnet18, model.drop_rate: 0.1}

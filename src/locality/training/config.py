@@ -58,11 +58,14 @@ class ModelConfig:
         if self.name.startswith(PREFIX):
             return
         known = settings_of(ModelConfig, "model.") | model_settings(self.name)
+        overrides = {}
         for name, value in self.overrides.items():
             if f"model.{name}" not in known:
                 raise unknown_setting(f"model.{name}", known, f"setting of {self.name}")
             if value is not None:
-                checks.typed(f"model.{name}", value, known[f"model.{name}"].hint)
+                value = checks.typed(f"model.{name}", value, known[f"model.{name}"].hint)
+            overrides[name] = value
+        object.__setattr__(self, "overrides", overrides)
         variant(self.name).config.with_overrides(**self.fields)
 
     @property
