@@ -143,18 +143,3 @@ def test_looking_leaves_running_statistics_alone():
     expected = layer.proj((shown @ values).transpose(1, 2).flatten(2))
     torch.testing.assert_close(layer(x, (3, 4)), expected, rtol=1e-4, atol=1e-5)
     assert not torch.equal(layer.q.norm.running_mean, before["q.norm.running_mean"])
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"num_heads": 3}, "embed_dim=16 .* num_heads=3"),
-        ({"projection": "dense"}, "avg, conv, linear"),
-        ({"scale": "depth"}, "attention_scale"),
-        ({"kernel_size": 2}, "projection_kernel"),
-        ({"kv_stride": 0}, "stride"),
-    ],
-)
-def test_bad_options_are_named(options, words):
-    with pytest.raises(ValueError, match=words):
-        attention(**options)

@@ -20,13 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from locality.layers import fast, position
-from locality.layers.block import (
-    AttentionMaps,
-    Block,
-    make_head,
-    prefix_length,
-    trunc_normal_init_,
-)
+from locality.layers.block import AttentionMaps, Block, make_head, prefix_length, trunc_normal_init_
 from locality.layers.grid import Grid, check_heads
 from locality.models import base
 from locality.models.base import ImageClassifier

@@ -16,23 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from locality import checks
 from locality.layers import fast
-from locality.layers.block import (
-    AttentionMaps,
-    Block,
-    make_head,
-    prefix_length,
-    trunc_normal_init_,
-)
-from locality.layers.grid import (
-    AttentionScale,
-    Grid,
-    ProjectionName,
-    check_heads,
-    check_kernel,
-    projected_grid,
-)
+from locality.layers.block import AttentionMaps, Block, make_head, prefix_length, trunc_normal_init_
+from locality.layers.grid import AttentionScale, Grid, ProjectionName, check_heads, projected_grid
 from locality.models import base
 from locality.models.base import ImageClassifier
 from locality.models.config import CvTConfig, StageConfig
@@ -105,9 +91,6 @@ class Projection(nn.Module):
         bias: whether the linear part has a bias.
         padding: padding of the token grid; half the window, which gives ⌈size / stride⌉, if None.
         class_token: whether a class token comes before the patches.
-
-    Raises:
-        UserError: for an unknown name, an even kernel or a stride below 1.
     """
 
     def __init__(
@@ -121,9 +104,6 @@ class Projection(nn.Module):
         class_token: bool = False,
     ) -> None:
         super().__init__()
-        checks.typed("projection", projection, ProjectionName)
-        check_kernel(kernel_size)
-        checks.integer("stride", stride, 1)
         self.projection, self.class_token = projection, class_token
         self.stride = 1 if projection == "linear" else stride
         padding = kernel_size // 2 if padding is None else padding
@@ -184,7 +164,7 @@ class ConvolutionalAttention(nn.Module):
         class_token: whether a class token comes before the patches.
 
     Raises:
-        UserError: if C is not a multiple of the heads, or for an unknown projection or scale.
+        UserError: if C is not a multiple of the heads.
     """
 
     def __init__(
@@ -202,7 +182,6 @@ class ConvolutionalAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_heads(dim, num_heads)
-        checks.typed("attention_scale", scale, AttentionScale)
         self.dim, self.num_heads, self.class_token = dim, num_heads, class_token
         self.scale = (dim if scale == "width" else dim // num_heads) ** -0.5
         kv = (projection, kernel_size, kv_stride, qkv_bias, kv_padding, class_token)
@@ -262,31 +241,14 @@ class Stage(nn.Module):
         patches = grid[0] * grid[1]
         self.pos_embed = base.embedding(patches, width) if config.use_pos_embed else None
         self.cls_token = base.embedding(1, width) if class_token else None
-        self.blocks = nn.ModuleList(
-            Block(
-                width,
-                ConvolutionalAttention(
-                    width,
-                    config.num_heads,
-                    projection=config.projection,
-                    kernel_size=config.projection_kernel,
-                    kv_stride=kv_stride,
-                    qkv_bias=config.qkv_bias,
-                    scale=model.attention_scale,
-                    kv_padding=config.kv_padding,
-                    proj_drop=model.proj_drop_rate,
-                    class_token=class_token,
-                ),
-                mlp_ratio=mlp_ratio,
-                act_layer=_ACTIVATIONS[model.activation],
-                norm_eps=_NORM_EPS,
-                proj_drop=model.proj_drop_rate,
-                drop_path=drop_path,
-            )
-            for kv_stride, mlp_ratio, drop_path in zip(
-                config.kv_strides, config.mlp_ratios, config.drop_path_rates, strict=True
-            )
-        )
+        act, drop = _ACTIVATIONS[model.activation], model.proj_drop_rate
+        self.blocks = nn.ModuleList()
+        per_block = (config.kv_strides, config.mlp_ratios, config.drop_path_rates)
+        for kv_stride, mlp_ratio, drop_path in zip(*per_block, strict=True):
+            windows = (config.projection, config.projection_kernel, kv_stride, config.qkv_bias)
+            scaled = (model.attention_scale, config.kv_padding, drop, class_token)
+            attention = ConvolutionalAttention(width, config.num_heads, *windows, *scaled)
+            self.blocks.append(Block(width, attention, mlp_ratio, act, _NORM_EPS, drop, drop_path))
 
     def forward(self, image: Tensor, grid: Grid) -> Tensor:
         """(B, C_in, H_in, W_in) → tokens (B, p + N, C) on `grid`."""
@@ -346,17 +308,17 @@ class ConvolutionalVisionTransformer(ImageClassifier):
         cancels. So does BatchNorm's bias on the keys in stages without a class token. If the
         classifier reads the class token, the last block's convolved queries are unused.
         """
-        names, reads_token = set(), self.config.global_pool == "token" and self.num_prefix_tokens
-        for name, module in self.named_modules():
-            if isinstance(module, Stage):
-                attentions = [f"{name}.blocks.{i}.attn" for i in range(len(module.blocks))]
-                names |= {f"{attention}.k.linear.bias" for attention in attentions}
-                if module.cls_token is None:
-                    names |= {f"{attention}.k.norm.bias" for attention in attentions}
-                elif reads_token:
-                    query = f"{attentions[-1]}.q"
-                    names |= {f"{query}.conv.weight", f"{query}.norm.weight", f"{query}.norm.bias"}
-        return names & {name for name, _ in self.named_parameters()}
+        unused: list[Any] = []
+        for module in self.modules():
+            if isinstance(module, ConvolutionalAttention):
+                last = module
+                unused.append(module.k.linear.bias)
+                if not module.class_token and module.k.projection == "conv":
+                    unused.append(module.k.norm.bias)
+        if self.config.global_pool == "token" and last.class_token and last.q.projection == "conv":
+            unused += [*last.q.conv.parameters(), *last.q.norm.parameters()]
+        chosen = {id(parameter) for parameter in unused}
+        return {name for name, parameter in self.named_parameters() if id(parameter) in chosen}
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
