@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-SECONDS = 8.0
+SECONDS = 10.0
 """Between two lines; on busy processors they come later."""
 
 
@@ -31,12 +31,13 @@ def repeating(tell: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def doing(what: str, quiet: bool = False) -> Iterator[None]:
+def doing(what: str, quiet: bool = False, at_once: bool = True) -> Iterator[None]:
     """Print what is being done, and how long it has taken every few seconds while the block runs.
 
     Args:
         what: such as "opening the images".
         quiet: print nothing.
+        at_once: print it also when the block begins.
     """
     if quiet:
         yield
@@ -48,7 +49,8 @@ def doing(what: str, quiet: bool = False) -> Iterator[None]:
             seconds = time.monotonic() - started
             print(f"locality: {what} … {seconds:.0f} s", file=sys.stderr, flush=True)
 
-    with contextlib.suppress(OSError):
-        print(f"locality: {what} …", file=sys.stderr, flush=True)
+    if at_once:
+        with contextlib.suppress(OSError):
+            print(f"locality: {what} …", file=sys.stderr, flush=True)
     with repeating(tell):
         yield

@@ -11,6 +11,7 @@ from locality.commands.parsing import Parser
 from locality.errors import UserError, one_line
 from locality.files import check_output
 from locality.models.variants import PREFIX, variant
+from locality.progress import doing
 from locality.runs import run_folders
 
 
@@ -95,10 +96,11 @@ def compare(arguments: Sequence[str]) -> int:
         if not options.pretrained and not name.startswith(PREFIX):
             variant(name)
 
-    from locality.analysis.baselines import record_baselines
-    from locality.report import comparison_page
-    from locality.runner import comparison
-    from locality.runner.executors import run_all
+    with doing("starting", options.quiet):
+        from locality.analysis.baselines import record_baselines
+        from locality.report import comparison_page
+        from locality.runner import comparison
+        from locality.runner.executors import run_all
 
     if options.pretrained:
         names, missing = comparison.available(names or comparison.PRETRAINED)
@@ -112,7 +114,8 @@ def compare(arguments: Sequence[str]) -> int:
     folder = Path(options.output or f"runs/compare/{folder_name(options.images)}{kind}-{length}")
     output = folder / "comparison.html"
     keep = not options.dry_run
-    configs = comparison.plan(asked, folder, options.jobs, keep)
+    with doing(f"reading {options.images}", options.quiet):
+        configs = comparison.plan(asked, folder, options.jobs, keep)
     runs = comparison.comparison_runs(asked, configs, folder)
     if options.dry_run or not options.quiet:
         print(comparison.summary(asked, runs, options.jobs, options.threads))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from locality import checks, training
 from locality.commands import folder_name, images_at, say
 from locality.commands.parsing import Parser, first_word, peek
+from locality.data.folder import part_of
 from locality.errors import UserError, printable, some, unknown
 from locality.files import missing, read_yaml
 from locality.machine import end_if_importing, is_main_process
@@ -58,10 +59,9 @@ def train(arguments: Sequence[str], command: str = "train") -> None:
     if options.print_config:
         print(to_yaml(config), end="")
         return
-    folder = options.output
-    check_places(config, folder)
-
-    first = is_main_process()
+    folder, first = options.output, is_main_process()
+    if not options.dry_run:
+        check_places(config, folder)
     if options.fit is not None and not options.quiet and first:
         print(options.fit, file=sys.stderr)
     if options.dry_run:
@@ -78,7 +78,8 @@ def train(arguments: Sequence[str], command: str = "train") -> None:
 
 def _train(config: RunConfig, folder: Path, quiet: bool, started: float) -> None:
     """Train a run, then record and print the pixel baselines on its images."""
-    from locality.analysis import baselines
+    with doing("starting", quiet):
+        from locality.analysis import baselines  # imports torch
 
     result = training.train(config, folder, quiet=quiet, started=started)
     if not is_main_process():
@@ -123,7 +124,9 @@ def _closing(folder: Path, result: dict[str, Any], baselines: str) -> list[str]:
             f"estimate); the weights of step {last:,} are in checkpoints/last.ckpt"
         )
     run, image = shlex.quote(str(folder)), Path(predictions.paths[0])
-    use = f"predict {run} {shlex.quote(str(image))}" if image.is_file() else f"eval {run}"
+    trained_on = any(part_of(part) == "train" for part in image.parts)  # by its name, at least
+    shown = image.is_file() and not trained_on
+    use = f"predict {run} {shlex.quote(str(image))}" if shown else f"eval {run}"
     following = (f"report {run}", f"explore {run}", use)
     return [*lines, *(f"next      locality {command}" for command in following)]
 

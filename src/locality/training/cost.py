@@ -7,7 +7,7 @@ batches and by training steps on random images.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from locality.training.config import ModelConfig, RunConfig
 from locality.training.devices import autocast, resolve_accelerator
 from locality.training.folder_checks import check_places
 from locality.training.model import meta_model
-from locality.training.optim import create_optimizer
+from locality.training.optim import create_optimizer, make_plan
 from locality.training.resolved_run import ResolvedRun
 
 STEP_FORWARDS = 3
@@ -194,8 +194,8 @@ def _size(model: ModelConfig, classes: int) -> tuple[int, int]:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration: "19 s", "4 min", "2.5 h", "12 d"."""
-    for unit, length in (("d", 86400), ("h", 3600)):
+    """Format a duration: "19 s", "4 min", "2.5 h", "12 d", "3.2 years"."""
+    for unit, length in (("years", 365 * 86400), ("d", 86400), ("h", 3600)):
         if seconds >= 2 * length:
             return f"{seconds / length:.3g} {unit}"
     return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
@@ -210,7 +210,7 @@ def format_bytes(count: float) -> str:
 def dry_run(
     config: RunConfig, folder: Path | str | None = None, images_per_second: float | None = None
 ) -> str:
-    """Check a run and estimate its cost, as text.
+    """Check a run and estimate its cost, as text; of a public dataset also without its images.
 
     Args:
         config: the run.
@@ -222,6 +222,9 @@ def dry_run(
     """
     if images_per_second is not None:
         checks.typed("images_per_second", images_per_second, checks.Positive)
+    row = DATASETS[config.data.dataset]
+    if config.data.root is None and row.get("needs_root", True) and "images" in row:
+        return _without_images(config, images_per_second)
     recorded: list[str] = []
     if folder is not None:
         check_places(config, Path(folder))
@@ -251,4 +254,20 @@ def dry_run(
         f"time    {format_duration(total)}, {images / cost.train:.3g} passes{here}\n"
         f"speed   {reading:.4g} images/s read, {computing:.4g} trained on: {slower} is the "
         f"bottleneck"
+    )
+
+
+def _without_images(config: RunConfig, images_per_second: float | None) -> str:
+    """The cost of training alone, from the known number of images."""
+    cost = estimate_cost(config, config.engine.threads or torch.get_num_threads())
+    if images_per_second is not None:
+        cost = replace(cost, computing=1 / images_per_second)
+    plan = make_plan(config, cost.train)
+    return (
+        f"model   {config.model.name}, {parameters(config.model, cost.classes):,} parameters, "
+        f"{cost.macs / 1e9:.4g} GMACs per image\n"
+        f"length  {plan.steps:,} steps of {plan.batch_size:,} images, of {cost.train:,}\n"
+        f"time    {format_duration(cost.seconds(plan.images, plan.evaluations))} at "
+        f"{1 / cost.computing:,.0f} images/s, without reading them; with --data.root, reading and "
+        f"memory are measured, too"
     )

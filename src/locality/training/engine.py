@@ -33,6 +33,7 @@ from locality.errors import (
 from locality.files import write_atomic
 from locality.machine import arithmetic_threads
 from locality.models import ImageClassifier
+from locality.progress import doing
 from locality.runs import RunFolder, is_run_folder
 from locality.settings import from_dict, replace, to_yaml
 from locality.training.config import RunConfig, read_config
@@ -185,7 +186,8 @@ def _train(training: Training, fabric: Fabric) -> dict[str, Any] | Exception:
 
     def check() -> dict[str, Any] | str:
         nonlocal opened
-        shared, opened = _check(training)
+        with doing("checking images and settings", quiet, at_once=False):
+            shared, opened = _check(training)
         return shared
 
     shared = _on_rank0(fabric, check)

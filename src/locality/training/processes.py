@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import FrameType
+from typing import Any
 
 import torch
 from lightning_fabric import Fabric
@@ -29,6 +30,7 @@ _REPEATED_CTRL_C_SECONDS = 1.0
 
 # A killed process is gone this long after its connections.
 _EXIT_SECONDS = 1.0
+_CHILD_SECONDS = 60.0
 
 # Ctrl-C, batch systems and torchrun, SLURM's warning, a closed terminal.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -176,10 +178,12 @@ def killed_process(fabric: Fabric) -> ProcessKilled | None:
 
     Called when communication has failed.
     """
-    started = _started_by(fabric)
-    children = list(started)
-    started.clear()  # Fabric's observer would kill this process before it can say why
-    time.sleep(_EXIT_SECONDS * bool(children))
+    if not (observed := _started_by(fabric)):
+        return None
+    launcher: Any = fabric.strategy.launcher
+    launcher.procs = children = list(observed)
+    observed.clear()  # Fabric's observer would kill this process before it can say why
+    time.sleep(_EXIT_SECONDS)
     for rank, child in enumerate(children, 1):
         if (code := child.poll() or 0) < 0:
             return ProcessKilled(f"rank {rank} of the run", -code, resumes=True)
@@ -195,7 +199,11 @@ def end_processes(fabric: Fabric) -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     for child in _started_by(fabric):
-        child.wait()
+        try:
+            child.wait(_CHILD_SECONDS)
+        except subprocess.TimeoutExpired:  # it waits for a lost GPU
+            child.kill()
+            child.wait()
 
 
 def _started_by(fabric: Fabric) -> list[subprocess.Popen[bytes]]:
