@@ -169,17 +169,6 @@ def metadata(value: str) -> Damage:
     return damage
 
 
-def compared(plan: str) -> Damage:
-    """Images in two classes, and the plan of a comparison on them."""
-
-    def damage(root: Path) -> None:
-        write("made/plan.yaml", plan)(root)
-        for name in ("a/1", "a/2", "a/3", "b/1", "b/2", "b/3"):
-            write(f"images/{name}.png", png(8, 8, rows(8, 8)))(root)
-
-    return damage
-
-
 def checkpoint(payload: bytes) -> Damage:
     """A run's checkpoint with content `payload` and a valid checksum."""
     header = f"locality checkpoint 1 {hashlib.sha256(payload).hexdigest()} {len(payload):020d}\n"
@@ -278,7 +267,6 @@ ARROW = "train digits --data arrow --data.root images --dry_run --output other"
 TABLE = "train digits --data table --data.root images --dry_run --output other"
 CHECK = "data check images --dataset table --quiet"
 REPORT = "report run --output report.html"
-COMPARE = "compare images --steps 2 --output made"
 RECORDED = "reproduce convit/table-2 --finished --recorded runs.jsonl.gz --runs made --output made"
 
 # (command, words of its error) → fault, and damage to the folder.
@@ -380,12 +368,6 @@ GROUPS: dict[tuple[str, str], dict[str, Damage]] = {
     },
     (TRAIN, "img_size"): {"1e9": write("settings.yaml", "model: {img_size: 1000000000}")},
     ("search --resume found", "search.yaml"): {"merge keys": write("found/search.yaml", MERGED)},
-    (COMPARE, "plan.yaml"): {
-        "a plan without end": compared(MERGED),
-        "a plan of other kinds": compared(
-            "{comparison: {data: 5, models: 5}, configurations: {a: 5}}"
-        ),
-    },
     # a run that is resumed
     (RESUME, "last.ckpt"): {
         "a foreign pickle": checkpoint(pickle.dumps(Calls(os.system, "touch ran"))),

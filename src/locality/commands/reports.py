@@ -68,7 +68,7 @@ def compare(arguments: Sequence[str]) -> int:
     parser = Parser("compare", compare.__doc__)
     parser.add_argument("images", help="folder of images by class, or a labels.csv")
     parser.add("--models", None, "comma-separated names; weights with --pretrained")
-    parser.add("--pretrained", False, "fine-tune public weights, skipping unavailable ones")
+    parser.add("--pretrained", False, "fine-tune public weights")
     parser.add("--minutes", None, "total time; 10 by default", checks.Positive)
     parser.add("--steps", None, "steps per run, instead of --minutes", checks.Count)
     parser.add("--seeds", None, "runs per model and fraction; 3 by default", checks.Count)
@@ -88,50 +88,36 @@ def compare(arguments: Sequence[str]) -> int:
     for one, other in (("minutes", "steps"), ("seeds", "folds"), ("pretrained", "img_size")):
         if one in given and other in given:
             raise UserError(f"--{one} and --{other} exclude each other; give only one")
-    data = images_at(options.images)
-    chosen = {name: given[name] for name in _CHOSEN if name in given}
-    chosen |= {"minutes": None} if options.steps else {}
     names = [] if options.models is None else options.models.split(",")
     for name in names:
         if not options.pretrained and not name.startswith(PREFIX):
             variant(name)
+    length = f"{options.steps}steps" if options.steps else f"{options.minutes or 10:g}min"
+    kind = "-pretrained" if options.pretrained else ""
+    folder = Path(options.output or f"runs/compare/{folder_name(options.images)}{kind}-{length}")
+    data = images_at(options.images)
 
     with doing("starting", options.quiet):
         from locality.analysis.baselines import record_baselines
-        from locality.report import comparison_page
-        from locality.runner import comparison
+        from locality.report.comparison_page import build_comparison
+        from locality.runner.comparison import comparison_runs
         from locality.runner.executors import run_all
+        from locality.runner.runs import workload
 
-    if options.pretrained:
-        names, missing = comparison.available(names or comparison.PRETRAINED)
-        for sentence in missing:
-            say(sentence)
-        if not names:
-            raise UserError("no weights can be opened; see above")
-    asked = comparison.ComparisonSpec(data, tuple(names or comparison.SCRATCH), **chosen)
-    length = f"{asked.minutes:g}min" if asked.minutes else f"{asked.steps}steps"
-    kind = "-pretrained" if asked.pretrained else ""
-    folder = Path(options.output or f"runs/compare/{folder_name(options.images)}{kind}-{length}")
-    output = folder / "comparison.html"
-    keep = not options.dry_run
+    chosen = {name: given[name] for name in _CHOSEN if name in given}
     with doing(f"reading {options.images}", options.quiet):
-        configs = comparison.plan(asked, folder, options.jobs, keep)
-    runs = comparison.comparison_runs(asked, configs, folder)
+        runs = comparison_runs(data, folder, names, jobs=options.jobs, **chosen)
     if options.dry_run or not options.quiet:
-        print(comparison.summary(asked, runs, options.jobs, options.threads))
+        print(workload(runs, options.jobs, options.threads))
     if options.dry_run:
         return 0
-    page = comparison_page.LivePage(output, runs)
-    how = options.jobs, options.executor, options.threads, options.quiet
-    outcomes = run_all(runs, *how, page.after)
+    outcomes = run_all(runs, options.jobs, options.executor, options.threads, options.quiet)
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     for outcome in failed:
         say(f"{outcome.run.name} failed: {outcome.error}")
-    finished = [outcome.run for outcome in outcomes if outcome.error is None]
-    record_baselines(run.folder for run in finished)
-    speed = comparison.measure_inference(finished, folder)
-    folders = [run.folder for run in finished]
-    path, said = comparison_page.build_comparison(folders, page.output, speed)
+    folders = [outcome.run.folder for outcome in outcomes if outcome.error is None]
+    record_baselines(folders)
+    path, said = build_comparison(folders, folder / "comparison.html")
     print(f"{said}\n{path.absolute()}")
     return 1 if failed else 0
 
