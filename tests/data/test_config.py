@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from locality.data import DATASETS, AugmentConfig, DataConfig, Preprocessing
+from locality.data import DATASETS, AugmentConfig, DataConfig, Decoding, Preprocessing
 from locality.errors import UserError
 
 BAD = {
@@ -94,3 +94,8 @@ def test_bad_images_are_skipped_in_training_and_errors_in_evaluation(choice, tra
 def test_every_dataset_is_described(dataset):
     page = (Path(__file__).parents[2] / "docs/images.md").read_text()
     assert dataset in DataConfig.__doc__ and f"`{dataset}`" in page
+
+
+def test_decoding_is_that_of_the_configuration():
+    assert DataConfig(exif=True, max_pixels=7, grey_bits=9).decoding == Decoding(True, 7, 9)
+    assert Preprocessing(8, exif=True, grey_bits=9).decoding == Decoding(True, grey_bits=9)

@@ -342,36 +342,6 @@ def test_scans_of_one_component_are_counted():
         decode(data)
 
 
-def gif_comments(count):
-    data = encoded(Image.new("P", (2, 2)), "GIF")
-    place = data.rindex(b"\x2c")
-    return data[:place] + b"!\xfe\1c\0" * count + data[place:]
-
-
-def text_chunks(count):
-    return png(2, 1, 8, 0, [bytes(2)], chunk(b"tEXt", b"a\0b") * count)
-
-
-def segments(count):
-    data = encoded(Image.new("L", (2, 2)), "JPEG")
-    return data[:2] + b"\xff\xe1\0\x0aExif\0\0ab" * count + data[2:]
-
-
-@pytest.mark.parametrize(
-    "file",
-    [
-        gif_comments,
-        text_chunks,
-        segments,
-        lambda count: b"P6\n" + b"#\n" * count + b"2 1 255\n" + bytes(6),
-    ],
-)
-def test_a_header_of_thousands_of_pieces_is_refused(file):
-    assert decode(file(100)).width == 2
-    with pytest.raises(BadImage, match="pieces"):
-        decode(file(20_000))
-
-
 @pytest.mark.parametrize(
     ("data", "kind"),
     [

@@ -6,11 +6,9 @@ import random
 import signal
 import subprocess
 import sys
-import time
 import types
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from PIL import Image
@@ -361,18 +359,6 @@ def test_workers_outlive_signals_to_the_whole_group(digits, number):
     assert not multiprocessing.active_children()
 
 
-def test_workers_end_when_the_training_process_says_so(digits):
-    loader = train_loader(digits.train, PAD, SMALL, batch_size=8, seed=0, stop_step=9, workers=1)
-    batches = iter(loader)
-    next(batches)
-    (worker,) = multiprocessing.active_children()
-    worker.terminate()
-    worker.join(20)
-    assert worker.exitcode == 0
-    with pytest.raises(RuntimeError, match="exited unexpectedly"):
-        list(batches)
-
-
 @pytest.mark.parametrize("error", [ConnectionResetError(104, "reset"), EOFError(), RuntimeError()])
 def test_an_error_that_a_killed_worker_causes_names_it(digits, error):
     """The error depends on timing: connection, queue or shared memory is gone."""
@@ -395,44 +381,17 @@ def test_an_error_that_a_killed_worker_causes_names_it(digits, error):
         loader._next(Arriving())
 
 
-ORPHANS = """
-import multiprocessing, time
-from locality.data import AugmentConfig, DataConfig, Preprocessing, open_data, train_loader
-
-source, size = open_data(DataConfig(), seed=0).train, Preprocessing(8)
-options = {"batch_size": 8, "seed": 0, "stop_step": 9999, "workers": 2}
-batches = train_loader(source, AugmentConfig(), size, **options)
-for batch in batches:
-    pids = [child.pid for child in multiprocessing.active_children()]
-    print(*pids, flush=True)
-    time.sleep(60)
-"""
-
-
-def alive(pid):
-    # Without a reaper, ended processes remain as zombies.
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-@pytest.mark.slow
-def test_workers_do_not_outlive_a_killed_run():
-    with subprocess.Popen([sys.executable, "-c", ORPHANS], stdout=subprocess.PIPE) as run:
-        pids = [int(pid) for pid in run.stdout.readline().split()]
-        run.kill()
-    assert len(pids) == 2
-    deadline = time.monotonic() + 60
-    while any(map(alive, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
-def test_workers_end_with_an_iteration_that_is_given_up(digits):
-    loader = train_loader(digits.train, PAD, SMALL, batch_size=8, seed=0, stop_step=50, workers=2)
-    batches = iter(loader)
-    next(batches)
-    assert multiprocessing.active_children()
-    batches.close()
-    assert not multiprocessing.active_children()
+def test_workers_end_with_an_iteration_that_is_given_up_or_on_sigterm(digits):
+    loader = train_loader(digits.train, PAD, SMALL, batch_size=8, seed=0, stop_step=50, workers=1)
+    for end in (
+        lambda batches, worker: batches.close(),
+        lambda batches, worker: worker.terminate(),
+    ):
+        batches = iter(loader)
+        next(batches)
+        (worker,) = multiprocessing.active_children()
+        end(batches, worker)
+        worker.join(20)
+        assert worker.exitcode == 0
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        list(batches)

@@ -4,12 +4,13 @@ import contextlib
 import os
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from locality.data import DataConfig, check, open_data, validation
+from locality.data import DataConfig, Preprocessing, check, open_data, validation
 from locality.data.classes import imbalance
 from locality.data.validation import verify
 from locality.errors import UserError
@@ -90,13 +91,33 @@ def test_images_in_memory_are_checked(fashion_mnist):
     assert result.sizes["width"] == [28] * 5
 
 
-def test_looking_at_many_images_at_once_leaves_warnings_as_they_were(tmp_path, class_folders):
+@pytest.mark.parametrize("most", [1, 5000])
+def test_validation_images_that_cannot_be_read_are_named(
+    tmp_path, class_folders, monkeypatch, most
+):
+    monkeypatch.setattr(validation, "MAX_DECODED", most)
     class_folders(tmp_path, {"a": 300, "b": 300})
-    source = open_data(DataConfig(dataset="folder", root=str(tmp_path), val_fraction=0.5), 0).val
-    before = list(warnings.filters)
+    data = DataConfig("folder", str(tmp_path), val_fraction=0.5)
+    source, before = open_data(data, 0).val, list(warnings.filters)
     for _ in range(5):
-        assert verify(source) == "all 300 validation images can be decoded"
+        said = "all 300 validation" if most > 300 else "300 headers read, one in a hundred"
+        assert said in verify(source) and "crop" not in verify(source, Preprocessing((12, 10)))
+        assert "drops 54% of" in verify(source, Preprocessing((10, 18)))
     assert list(warnings.filters) == before
+    (tmp_path / "a" / "000.png").write_bytes(b"")  # of no class's validation images, or of one's
+    for index in (1, 57):
+        Path(source.describe(index)).write_bytes(b"")
+    name = source.describe(1)
+    with pytest.raises(UserError, match=rf"^[23] of 300 .*{name}.* \(the file is empty\)"):
+        verify(open_data(data, 0).val)
+
+
+def test_sizes_and_counts(tmp_path, image_file):
+    for number in range(40):
+        image_file(tmp_path / "ab"[number > 29] / f"{number:02}.png", number, size=(9, 10 + number))
+    result = report(tmp_path)
+    assert result.sizes == {"width": [10, 12, 30, 47, 49], "height": [9] * 5}
+    assert result.counts == {"a": 30, "b": 10}
 
 
 @pytest.mark.parametrize(("most", "ok"), [(200, False), (4000, True), (65535, True)])

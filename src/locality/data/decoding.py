@@ -25,7 +25,7 @@ import zlib
 from collections.abc import Iterator
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, JpegImagePlugin, TiffImagePlugin, TiffTags
@@ -46,12 +46,10 @@ _ADAM7 = (
     *((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4)),
     *((0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)),
 )
-# Small files can take hours: libjpeg decodes any number of scans and leaves a limit to its callers;
-# Pillow reads headers piece by piece. Encoders write about 10 scans; 50 of the largest image take
-# 7 s.
+# Small files can take hours: libjpeg decodes any number of scans and leaves a limit to its callers.
+# Encoders write about 10; 50 of the largest image take 7 s.
 _MAX_SCANS = 50
 _SCAN = b"\xff\xda"
-_READS_TO_OPEN, _READS = 10_000, 1_000_000
 # Pillow decodes these in Python, in up to a second per million pixels.
 _SLOW = {"bmp_rle": "run lengths", "ppm_plain": "text"}
 _MAX_SLOW_PIXELS = 10_000_000
@@ -151,33 +149,14 @@ def load(data: bytes, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
         return image
 
 
-class _LimitedReads:
-    """A file with a limited number of reads."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.left = _READS_TO_OPEN
-        self.seek, self.tell = file.seek, file.tell
-        self._file = file
-
-    def read(self, size: int = -1) -> bytes:
-        self.left -= 1
-        if self.left < 0:
-            raise BadImage("the file has too many pieces, such as comments, for an image")
-        return self._file.read(size)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-
 def _open_image(file: IO[bytes], decoding: Decoding) -> ImageFile.ImageFile:
     """Open the image in `file`, reading only its header."""
     if not file.read(1):
         raise BadImage("the file is empty")
     file.seek(0)
-    counted = _LimitedReads(file)
     with _as_bad_image():
         try:
-            image = Image.open(cast(IO[bytes], counted), formats=_formats())
+            image = Image.open(file, formats=_formats())
         except Image.DecompressionBombError as error:
             raise TooManyPixels(
                 f"the image has more than {decoding.max_pixels:,} pixels"
@@ -192,7 +171,6 @@ def _open_image(file: IO[bytes], decoding: Decoding) -> ImageFile.ImageFile:
     if max(image.width, 3) * image.height > decoding.max_pixels:
         size = f"{image.width} × {image.height}"
         raise TooManyPixels(f"the image has {size} pixels, more than {decoding.max_pixels:,}")
-    counted.left = _READS
     return image
 
 

@@ -242,12 +242,13 @@ def _identities(
     few = sum(size + _OPENING_BYTES for size, _ in status) <= COMPARED_BYTES
 
     def key(path: str, size: int) -> int:
-        content = os.fsencode(path)
+        content = os.fsencode(path)  # an unreadable file equals no other
         with contextlib.suppress(BadImage):
             if few:
-                image = decode(content := read_bytes(path), decoding)
-                if "bits" not in image.info:  # RGB has only the upper byte of 16-bit greys
-                    content = str(image.size).encode() + image.tobytes()
+                image = decode(data := read_bytes(path), decoding)
+                # RGB has only the upper byte of 16-bit greys.
+                rgb = str(image.size).encode() + image.tobytes()
+                content = data if "bits" in image.info else rgb
             elif sizes[size] > 1:
                 content = read_bytes(path)
         return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
