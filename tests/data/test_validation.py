@@ -130,6 +130,7 @@ def test_unused_bits_are_named(tmp_path, monkeypatch, most, ok):
     data = DataConfig("folder", root=str(tmp_path), val_fraction=0.5)
     found, bits = report(tmp_path), most.bit_length()
     said = "\n".join(found.lines())
+    assert not found.repeats
     assert found.ok == ok and (f"--data.grey_bits {bits}" in said) == (bits < 16)
     with contextlib.nullcontext() if ok else pytest.raises(UserError, match=r"--data\.grey_bits 8"):
         assert (f"--data.grey_bits {bits}" in verify(open_data(data, 0).val)) == (bits < 16)

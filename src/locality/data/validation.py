@@ -206,6 +206,8 @@ def check(
                 report.bad_files[path] = image.fault
                 continue
             good.append(image)
+            if _black(image.bits):  # like all others that are
+                continue
             if (earlier := first[part].setdefault(image.digest, path)) != path:
                 report.repeats.append((earlier, path))
             if part == "val" and image.digest in first["train"]:
