@@ -13,13 +13,12 @@ from locality.data import DataConfig
 from locality.errors import UserError
 from locality.runner.runs import Run
 from locality.training import recipe, replace
-from locality.training.evaluation import evaluate_opened, evaluate_run
+from locality.training.evaluation import evaluate_opened
 from locality_papers import published
 from locality_papers.convit_curves import accuracy_by_size
 from locality_papers.cvt_design import built
 from locality_papers.measures import (
     TOP1,
-    Measure,
     Quantity,
     absent,
     cached_value,
@@ -39,15 +38,8 @@ from locality_papers.specs import (
 OURS = ("DeiT-S", "DeiT-B", "CvT-13", "CvT-21", "CvT-13-NAS")
 """Rows of Table 3 trained from scratch at 224 pixels."""
 
-_FILES = {
-    "imagenet": "the folder of ImageNet-1k",
-    "imagenet_v2": "the folder of ImageNet-V2",
-    "imagenet_real": "the file of the ReaL labels (real.json)",
-}
-_METRICS = {"top1": "imagenet", "real": "imagenet_real", "v2": "imagenet_v2"}
 
-
-@experiment("cvt/table-3", "Accuracy on ImageNet, ReaL and V2, compared with other models")
+@experiment("cvt/table-3", "Accuracy on ImageNet, compared with other models")
 def table_3(s: Scale) -> Table:
     """Our runs, fine-tuned runs, and models of other authors with public weights."""
     place = "cvt/table-3"
@@ -67,55 +59,27 @@ def table_3(s: Scale) -> Table:
     }
     return Table(
         cells,
-        standard_columns("parameters", "flops", "top1")
-        | {"real": Column("ReaL"), "v2": Column("V2")},
+        standard_columns("parameters", "flops", "top1"),
         about="Trained from scratch unless the row says otherwise.",
         questions={"§4.2": asked},
     )
 
 
 def _table_3_cells(s: Scale, row: str) -> dict[str, Quantity]:
-    accuracies = {name: _top1_on(s, dataset) for name, dataset in _METRICS.items()} | {"top1": TOP1}
     if row in OURS:
         seeds = s.few_seeds if row == "DeiT-B" else s.seeds
-        cells = s.counted(row)
-        return cells | {name: s.measured(m, row, seeds=seeds) for name, m in accuracies.items()}
+        return s.counted(row) | {"top1": s.measured(TOP1, row, seeds=seeds)}
     if row.startswith("CvT"):
-        cells = built(PAPERS_MODELS[row.partition("↑")[0]], 384)
-        return cells | {name: fine_tuned(s, row, m) for name, m in accuracies.items()}
+        return built(PAPERS_MODELS[row.partition("↑")[0]], 384) | {"top1": fine_tuned(s, row)}
     if not s.comparable:
         reason = f"a model of other authors, trained on ImageNet; not used at scale '{s.name}'"
-        return dict.fromkeys(("parameters", "flops", *_METRICS), absent(reason))
+        return dict.fromkeys(("parameters", "flops", "top1"), absent(reason))
     return dict.fromkeys(("parameters", "flops"), absent("a model of other authors")) | {
-        metric: _peer_top1(s, row, dataset) for metric, dataset in _METRICS.items()
+        "top1": _peer_top1(s, row)
     }
 
 
-def _labelled(s: Scale, dataset: str) -> DataConfig:
-    """One of ImageNet's evaluation sets."""
-    real = dataset == "imagenet_real"
-    for name in ("imagenet", dataset) if real else (dataset,):
-        if s.data.get(name) is None:
-            raise UserError(f"needs {_FILES[name]}; give it with --data '{{{name}: PATH}}'")
-    root = s.data["imagenet" if real else dataset]
-    return DataConfig(dataset=dataset, root=root, real_labels=s.data[dataset] if real else None)
-
-
-def _top1_on(s: Scale, dataset: str) -> Measure:
-    """Top-1 of a run's model on ReaL or V2."""
-
-    def read(run: Run) -> float:
-        if not s.comparable:
-            raise UserError(
-                f"{dataset} needs the classes of ImageNet-1k, which scale '{s.name}' does not "
-                f"train on"
-            )
-        return float(evaluate_run(run.folder, _labelled(s, dataset))["top1"])
-
-    return Measure(f"top1 on {dataset}", read)
-
-
-def _peer_top1(s: Scale, row: str, dataset: str) -> Quantity:
+def _peer_top1(s: Scale, row: str) -> Quantity:
     """Top-1 of another author's model, if its public weights are on this machine.
 
     Nothing is downloaded; otherwise the reason says what to download.
@@ -124,9 +88,11 @@ def _peer_top1(s: Scale, row: str, dataset: str) -> Quantity:
         return absent("timm does not have these weights")
 
     def read() -> float:
-        data, name = _labelled(s, dataset), published.PEERS[row]
+        if s.data.get("imagenet") is None:
+            raise UserError("needs the folder of ImageNet-1k; give --data '{imagenet: PATH}'")
+        data, name = DataConfig("imagenet", s.data["imagenet"]), published.PEERS[row]
         s.root.mkdir(parents=True, exist_ok=True)
-        path, what = s.root / "peers.json", f"{name} on {dataset}"
+        path, what = s.root / "peers.json", f"{name} on imagenet"
         return cached_value(path, what, lambda: _evaluate_public(name, data))
 
     return computed(read)
@@ -162,14 +128,14 @@ def tuned(s: Scale, start: Run, target: str) -> Run:
     return s.run(config, f"{model} at 384 px on {target} seed {seed}", (start,))
 
 
-def fine_tuned(s: Scale, row: str, measure: Measure) -> Quantity:
-    """A measure of a fine-tuned row of Table 3, such as "CvT-13↑384 22k"."""
+def fine_tuned(s: Scale, row: str) -> Quantity:
+    """Top-1 of a fine-tuned row of Table 3, such as "CvT-13↑384 22k"."""
     role, _, rest = row.partition("↑")
     if not s.comparable or role not in s.models:
         return absent(f"scale '{s.name}' has no fine-tuning at 384 pixels")
     large = rest.endswith("22k")
     starts = [pretrained(s, role, seed) for seed in s.seeds] if large else s.runs(role)
-    return measured((tuned(s, start, "imagenet") for start in starts), measure)
+    return measured((tuned(s, start, "imagenet") for start in starts), TOP1)
 
 
 @experiment("cvt/table-4", "Transfer to other images")

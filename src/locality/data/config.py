@@ -53,7 +53,7 @@ class DataConfig:
 
     Attributes:
         dataset: digits, folder (a folder of images per class), table, arrow, cifar10, cifar100,
-            fashion_mnist, flowers102, pets, imagenet, imagenet100, imagenet_v2, imagenet_real,
+            fashion_mnist, flowers102, pets, imagenet, imagenet100,
             or, with shuffled patches (`locality.data.shuffled`), digits_permuted,
             digits_shuffled_25, digits_shuffled_50, digits_shuffled_100, fashion_mnist_permuted,
             fashion_mnist_shuffled_25, fashion_mnist_shuffled_50 or fashion_mnist_shuffled_100.
@@ -87,7 +87,6 @@ class DataConfig:
         max_pixels: images with more pixels are treated as files that cannot be decoded.
         exif: apply the EXIF orientation. Off by default, as in the published evaluations.
         grey_bits: bits that 16-bit greys use: 12 if 4095 is white, as in files of many cameras.
-        real_labels: path of the ReaL labels, `real.json`; required by `imagenet_real`.
         image_column: image column of an `arrow` dataset, if several qualify, or of a `table`, by
             name or, if it has no heading, number from 1; "image" by default.
         label_column: the same for labels.
@@ -116,13 +115,12 @@ class DataConfig:
     max_pixels: Annotated[int, Meta(ge=1, le=PIXEL_LIMIT)] = PIXEL_LIMIT
     exif: bool = False
     grey_bits: GreyBits = 16
-    real_labels: str | None = setting(None, "how")
     image_column: str | None = None
     label_column: str | None = None
     allow_outside: bool = False
     workers: checks.Natural = setting(0, "how")
 
-    REMOVED = (("cache_gb", 10.0), ("crops", "exact"), ("difficulty", None))
+    REMOVED = (("cache_gb", 10.0), ("crops", "exact"), ("difficulty", None), ("real_labels", None))
 
     def __post_init__(self) -> None:
         checks.one_of("dataset", self.dataset, DATASETS)

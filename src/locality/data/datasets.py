@@ -10,10 +10,8 @@ import contextlib
 import gzip
 import os
 import pkgutil
-import re
 import zlib
 from collections.abc import Callable, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -22,28 +20,19 @@ import numpy as np
 import numpy.typing as npt
 import torchvision
 from huggingface_hub.utils import WeakFileLock
-from timm.data import ImageNetInfo
 
-from locality import checks
 from locality.data.classes import sort_classes
 from locality.data.config import DATASETS, DataConfig
 from locality.data.folder import (
     check_root,
-    list_folder,
     log_once,
-    no_images_error,
     open_folder,
-    open_splits,
-    require_folder,
 )
 from locality.data.sampling import Indices, class_fraction, class_slice, stratified_split
 from locality.data.sources import ArraySource, DataSplits, FileSource, ImageSource
-from locality.errors import UserError, some, wrap_errors
-from locality.files import parse_json, read_text
+from locality.errors import UserError, wrap_errors
 
-_IMAGENET_CLASSES = 1000
 _PART_SEED = 0  # of `DataConfig.part`: the same in all runs
-_VALIDATION_NUMBER = re.compile(r"_val_(\d{8})\.")
 
 
 # Classes, training and validation images; evaluation-only datasets have no training images.
@@ -125,11 +114,6 @@ def renumber(opened: Any, order: list[str]) -> Any:
         if source is not None:
             source = source.subset(np.flatnonzero(numbers[source.labels] >= 0))
             source.labels = numbers[source.labels]
-            if source.label_sets is not None:
-                source.label_sets = [
-                    tuple(n for n in numbers[list(answers)].tolist() if n >= 0)
-                    for answers in source.label_sets
-                ]
         parts.append(source)
     return order, parts[0], parts[1]
 
@@ -190,75 +174,6 @@ def open_imagenet(config: DataConfig) -> Opened:
 def open_imagenet100(config: DataConfig) -> Opened:
     """The first 100 classes of an ImageNet folder."""
     return _select_classes(config, open_imagenet(config), 0, 100)
-
-
-def open_imagenet_v2(config: DataConfig) -> Opened:
-    """ImageNet-V2 (Recht et al., 2019), whose folders are named by class number, 0 … 999.
-
-    Most readers sort them as text, 0, 1, 10, 100, …, which makes most labels wrong. The root is the
-    folder of class folders, or a folder that contains only that folder.
-    """
-    folder = require_folder(config.root)
-    listing = list_folder(folder)
-    if len(listing.files) == 1 and not (inside := next(iter(listing.files))).isdigit():
-        listing = list_folder(folder / inside)
-    names = [str(number) for number in range(_IMAGENET_CLASSES)]
-    if wrong := sorted(listing.files.keys() - set(names)):
-        raise UserError(
-            f"'{folder}' is not ImageNet-V2: expected folders 0 to 999, found {some(wrong)}"
-        )
-    if not any(listing.files.values()):
-        raise no_images_error(listing.root)
-    source = listing.source(names, config.decoding)
-    source.numbered = True
-    return names, source.subset([]), source
-
-
-def open_imagenet_real(config: DataConfig) -> Opened:
-    """ImageNet's validation images with the reassessed labels (ReaL, Beyer et al., 2020).
-
-    An image may have several correct labels; images without any are left out. The root is
-    ImageNet's folder, with val/ in class folders, or val/ itself; `config.real_labels` is the path
-    of `real.json`, a list of label lists in the order of the file numbers.
-    """
-    folder, labels_file = require_folder(config.root), config.real_labels
-    if (folder / "val").is_dir():
-        folder = folder / "val"
-    classes, (source,) = open_splits({"val": folder}, config.decoding)
-    answers = _real_labels(labels_file)
-    paths, sets = [], []
-    for path in map(source.path, range(len(source))):
-        match = _VALIDATION_NUMBER.search(path)
-        if match is None:
-            raise UserError(
-                f"'{path}' in '{folder}' is not named like ImageNet's validation images, "
-                f"ILSVRC2012_val_00000001.JPEG"
-            )
-        number = int(match.group(1))
-        if not 1 <= number <= len(answers):
-            raise UserError(f"'{labels_file}' labels {len(answers)} images, but not '{path}'")
-        if answers[number - 1]:
-            paths.append(path)
-            sets.append(answers[number - 1])
-    if set(classes) <= set(synsets := ImageNetInfo().label_names()):
-        # Labels number all of ImageNet's classes; the folder may have only some of them.
-        classes = synsets
-    if strange := [label for label in chain(*sets) if not 0 <= label < len(classes)]:
-        raise UserError(
-            f"'{labels_file}' contains class {max(strange)}; '{folder}' has {len(classes)} classes"
-        )
-    chosen = FileSource(folder, paths, [answers[0] for answers in sets], config.decoding)
-    chosen.label_sets = sets
-    return classes, chosen.subset([]), chosen
-
-
-def _real_labels(path: str | None) -> list[tuple[int, ...]]:
-    if path is None:
-        raise UserError("the ReaL labels are missing; give the path of real.json as real_labels")
-    with wrap_errors("the ReaL labels", FileNotFoundError):
-        answers = parse_json(read_text(Path(path).expanduser()), f"the ReaL labels '{path}'")
-    checks.shaped(f"the ReaL labels '{path}'", answers, [[int]])
-    return [tuple(answer) for answer in answers]
 
 
 # -- through torchvision ---------------------------------------------------------------------------

@@ -50,14 +50,11 @@ class ImageSource(ABC):
     Attributes:
         labels: (n,) int64, the class of each image.
         pixels: (n, 3, H, W) uint8 tensor if all images are in memory and of one size, else None.
-        label_sets: a tuple of correct classes per image (ReaL labels), whose first is in `labels`;
-            None if every image has one class.
         numbered: whether the classes are numbers without names.
     """
 
     labels: npt.NDArray[np.int64]
     pixels: torch.Tensor | None = None
-    label_sets: Sequence[tuple[int, ...]] | None = None
     numbered: bool = False
 
     def __len__(self) -> int:
@@ -124,8 +121,6 @@ class Subset(ImageSource):
 
     def __init__(self, source: ImageSource, indices: npt.NDArray[np.int64]) -> None:
         self.labels, self.numbered = source.labels[indices], source.numbered
-        if source.label_sets is not None:
-            self.label_sets = [source.label_sets[index] for index in indices.tolist()]
         if isinstance(source, Subset):
             # Flatten nested subsets.
             indices = source.indices[indices]

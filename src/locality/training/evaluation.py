@@ -115,9 +115,7 @@ def evaluate_opened(
             on_batch(batch, logits)
 
     with devices.autocast(device.type, chosen), fast.switched(model, shortcuts=True):
-        result = evaluate(
-            model.to(device), loader, device, label_sets=splits.val.label_sets, on_batch=checked
-        )
+        result = evaluate(model.to(device), loader, device, on_batch=checked)
     return result | {"dataset": data.dataset, "skipped": dict(loader.skipped)}
 
 
@@ -197,7 +195,6 @@ def evaluate(
     loader: BatchLoader,
     device: torch.device | str = "cpu",
     *,
-    label_sets: Sequence[tuple[int, ...]] | None = None,
     all_reduce: Callable[[Tensor], Tensor] | None = None,
     num_batches: int | None = None,
     before_batch: Callable[[], None] | None = None,
@@ -212,7 +209,6 @@ def evaluate(
         model: images → logits; its training mode is restored.
         loader: this process's batches.
         device: where the model is.
-        label_sets: all correct labels of every image (ReaL labels). The loss is that of the first.
         all_reduce: sums a tensor over all processes.
         num_batches: the largest number in any process, so that all synchronise equally often.
         before_batch: called before every batch on all processes; may raise to stop.
@@ -236,7 +232,8 @@ def evaluate(
             logits = model(images).float()
             if on_batch is not None:
                 on_batch(batch, logits)
-            correct = _is_correct(logits, targets, batch.indices.tolist(), label_sets)
+            best = logits.topk(min(5, logits.shape[1]), dim=1).indices
+            correct = best == targets[:, None]
             totals[0] += correct[:, :1].sum()
             totals[1] += correct.any(dim=1).sum()
             totals[2] += F.cross_entropy(logits, targets, reduction="sum")
@@ -253,22 +250,6 @@ def evaluate(
         "loss": loss / total,
         "n": int(count),
     }
-
-
-def _is_correct(
-    logits: Tensor,
-    targets: Tensor,
-    indices: list[int],
-    label_sets: Sequence[tuple[int, ...]] | None,
-) -> Tensor:
-    """Which of the (up to) five most likely classes are correct, (B, 5) bool, best first."""
-    best = logits.topk(min(5, logits.shape[1]), dim=1).indices
-    if label_sets is None:
-        return best == targets[:, None]
-    answers = torch.zeros_like(logits, dtype=torch.bool)
-    for row, index in enumerate(indices):
-        answers[row, list(label_sets[index])] = True
-    return answers.gather(1, best)
 
 
 class PredictionCollector:
@@ -289,17 +270,10 @@ class PredictionCollector:
         self.table[torch.from_numpy(batch.indices).to(self.table.device)] = rows.to(self.table)
 
     def predictions(self, source: ImageSource, classes: Sequence[str]) -> Predictions:
-        """The predictions of a source's images.
-
-        An image with several correct labels is labelled with the prediction if that is one.
-        """
+        """The predictions of a source's images."""
         table = self.table.cpu().numpy()
         seen = np.flatnonzero(table[:, 0])
         predicted = table[seen, 0].astype(np.int64) - 1
         labels = np.array(source.labels[seen], dtype=np.int64)
-        if source.label_sets is not None:
-            pairs = zip(seen.tolist(), predicted, strict=True)
-            right = [guess in source.label_sets[index] for index, guess in pairs]
-            labels = np.where(right, predicted, labels)
         paths = [source.describe(index) for index in seen.tolist()]
         return Predictions(list(classes), seen, paths, labels, predicted, table[seen, 1])

@@ -317,7 +317,6 @@ class Loop:
                 model,
                 self._eval_loader,
                 self.fabric.device,
-                label_sets=self.splits.val.label_sets,
                 all_reduce=self.collectives.all_reduce,
                 num_batches=self._eval_batches,
                 before_batch=self._raise_if_signalled,
