@@ -18,11 +18,13 @@ from locality.checkpoints import (
     Classifier,
     Preprocessing,
     export,
+    load,
     loading,
     open_model,
     save,
 )
 from locality.checkpoints.registry import EXPORT_SUFFIXES
+from locality.cli import main
 from locality.errors import UserError
 from locality.models import VARIANTS, build
 from locality.models.config import CvTConfig, StageConfig
@@ -273,3 +275,39 @@ def test_without_onnx_runtime_the_line_that_installs_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)  # importing it is an error, too
     with pytest.raises(UserError, match=r"pip install 'locality\[export\]'"):
         open_model(tmp_path / "model.onnx")
+
+
+# Heads: what the logits mean travels with the model.
+
+HEADS = {"single_label_classification": 3, "multi_label_classification": 3, "": 1, "regression": 1}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_heads_numbers_are_those_of_transformers_pipeline(kind, tmp_path, randomise, capsys):
+    transformers = pytest.importorskip("locality.transformers")
+    from transformers import pipeline
+
+    names = ["sky", "tree", "car"][: HEADS[kind]]
+    ours = randomise(build("deit_nano", num_classes=len(names), depth=1)).eval()
+    ours.problem_type = kind or None
+    model, processor = transformers.from_locality(ours, classes=names)
+    assert model.config.problem_type == (kind or None)
+    model.save_pretrained(tmp_path / "theirs")
+    processor.save_pretrained(tmp_path / "theirs")
+    save(ours, tmp_path / "ours", classes=names)
+    export(load(tmp_path / "theirs"), tmp_path / "a.onnx", classes=names)
+    image = tmp_path / "a.png"
+    pictures(1)[0].save(image)
+    expected = {row["label"]: row["score"] for row in pipeline(model=str(tmp_path / "theirs"),
+        task="image-classification")(str(image))}  # fmt: skip
+    for source in ("theirs", "ours", "a.onnx"):
+        words = ["predict", str(image), "--model", str(tmp_path / source), "--json"]
+        if kind == "regression":
+            assert main(words) == 2 and "regression" in capsys.readouterr().err
+            continue
+        assert main(words) == 0
+        (found,) = json.loads(capsys.readouterr().out)
+        assert found["classes"] == pytest.approx(expected, abs=1e-6)
+    if kind == "multi_label_classification":
+        with pytest.raises(UserError, match="several labels"):
+            open_model(tmp_path / "a.onnx").check_one_label()

@@ -61,8 +61,8 @@ class Classifier:
     def __post_init__(self) -> None:
         if self.problem_type == "regression":
             raise UserError(
-                f"{self.name} is a regression model: its outputs are values, not probabilities of "
-                f"classes; locality.load gives the model"
+                "the outputs of a regression model are values, not probabilities of classes; "
+                "locality.load gives the model"
             )
 
     @classmethod
@@ -215,9 +215,10 @@ def open_model(
     if detect_kind(what, entry) == "graph":
         path = Path(what)
         logits, held = open_graph(path)
-        prepared = default_preprocessing(held.preprocessing, held.config)
-        about = held.classes, None, held.config.num_classes, held.problem_type
-        return Classifier(path.name, logits, prepared, *about)
+        with prefix_errors(what):
+            prepared = default_preprocessing(held.preprocessing, held.config)
+            about = held.classes, None, held.config.num_classes, held.problem_type
+            return Classifier(path.name, logits, prepared, *about)
     checkpoint = read(what, variant, entry, settings)
     path = Path(what).absolute()
     named = path.parent if path.name in WEIGHT_FILES else path
