@@ -18,10 +18,10 @@ from torch import Tensor
 
 from locality.checkpoints.conversion import load_weights, set_data_config
 from locality.checkpoints.foreign_config import timm_preprocessing
-from locality.checkpoints.loading import graph_not_model, read
+from locality.checkpoints.loading import read
 from locality.checkpoints.native import ProblemType, probabilities
 from locality.checkpoints.onnx import open_graph
-from locality.checkpoints.registry import WEIGHT_FILES, detect_kind, source
+from locality.checkpoints.registry import WEIGHT_FILES, detect_kind, graph_not_model, source
 from locality.data.config import Preprocessing
 from locality.data.decoding import BadImage, convert, to_rgb
 from locality.data.preprocessing import eval_transform, normalise

@@ -41,6 +41,7 @@ from locality.checkpoints.registry import (
     Source,
     check_no_entry,
     detect_kind,
+    graph_not_model,
     source,
     weight_file,
 )
@@ -290,8 +291,7 @@ def _infer(state: State, key_map: KeyMap, settings: Mapping[str, Any]) -> tuple[
                 key_map.to_native(state, config)
                 fitting[name] = config
     if len(fitting) == 1 or (fitting and key_map is not NATIVE):
-        name, config = next(iter(fitting.items()))
-        return name, config
+        return next(iter(fitting.items()))
     raise UserError(
         f"cannot infer the model from these weights (fitting: {', '.join(fitting) or 'none'}); "
         f"give the nearest by --model NAME in training and --variant NAME elsewhere, and the "
@@ -398,10 +398,3 @@ def _from_hub(name: str, like: Any, settings: Mapping[str, Any]) -> Checkpoint:
         return _from_weights(Path(folder), like, None, settings)
     except (FileNotFoundError, UserError) as error:
         raise type(error)(str(error).replace(str(folder), name)) from error
-
-
-def graph_not_model(graph: str) -> UserError:
-    """The error for a graph where a PyTorch model is needed."""
-    return UserError(
-        f"{graph} is an exported graph, which can only be run; give the model it was exported from"
-    )

@@ -119,6 +119,13 @@ def check_no_entry(what: Path | str, entry: str | None) -> None:
         )
 
 
+def graph_not_model(graph: str) -> UserError:
+    """The error for a graph where a PyTorch model is needed."""
+    return UserError(
+        f"{graph} is an exported graph, which can only be run; give the model it was exported from"
+    )
+
+
 def _kind(what: Path | str) -> Kind:
     if not isinstance(what, str | Path):
         raise UserError(
