@@ -13,6 +13,11 @@ import pytest
 import torch
 from PIL import Image
 from timm.data import create_transform
+from torchvision.transforms.functional import (
+    adjust_brightness,
+    adjust_contrast,
+    adjust_saturation,
+)
 
 from locality.data import (
     ArraySource,
@@ -26,6 +31,7 @@ from locality.data import (
     preserved_generators,
     train_loader,
 )
+from locality.data.preprocessing import jitter_colors
 from locality.data.sampling import Stream, hash_seed, sample_order, seed_generators
 from locality.errors import ProcessKilled, UserError
 
@@ -231,6 +237,16 @@ def test_a_sample_is_what_timm_makes_of_it():
         with preserved_generators():
             seed_generators(seed)
             assert torch.equal(image, timm(source.read(index)))
+
+
+def test_colours_of_a_batch_are_what_torchvision_makes_of_each_image():
+    pixels = torch.randint(0, 256, (6, 3, 8, 8), generator=torch.Generator().manual_seed(0))
+    uniform = torch.rand(6, 3, generator=torch.Generator().manual_seed(1))
+    found = jitter_colors(pixels, uniform, 0.4) / 255
+    for image, factors, mine in zip(pixels / 255, 0.6 + 0.8 * uniform, found, strict=True):
+        light, contrast, saturation = factors.tolist()
+        image = adjust_contrast(adjust_brightness(image, light), contrast)
+        assert torch.allclose(mine, adjust_saturation(image, saturation), atol=1e-3)
 
 
 @pytest.mark.parametrize("size", [8, (8, 12)])

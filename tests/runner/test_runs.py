@@ -70,7 +70,6 @@ f8db07a61059 imagenet100
 c67e870485d0 cvt_300
 741056824581 cvt_22k
 ebcc292482aa finetune_384
-af2298977da0 finetune
 dee63658120c digits {seed: 7, data.fraction: 0.05}
 9916f97bce1f digits {model.name: deit_nano, data.part: [0.25, 1.0]}
 d860d424dedc digits {model.locality_strength: 2.0}

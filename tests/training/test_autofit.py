@@ -11,7 +11,7 @@ from locality.cli import main
 from locality.commands.train import read_run
 from locality.errors import UserError
 from locality.training import RunFolder
-from locality.training.autofit import SIZES, autofit, image_size, sized
+from locality.training.autofit import SIZES, autofit, idle_processors, image_size, sized
 from locality.training.config import read_config
 from locality.training.evaluation import evaluate_run
 from locality.training.model import settings_from_weights
@@ -31,11 +31,18 @@ def given(root: Path, **settings: Any) -> dict[str, Any]:
 
 
 def test_the_size_is_the_largest_that_the_images_reach():
-    sides = {20: 28, 28: 28, 31: 28, 40: 32, 50: 48, 70: 64, 96: 96, 4000: 96}
+    sides = {20: 28, 28: 28, 31: 28, 40: 32, 50: 48, 70: 64, 4000: 64}
     assert {side: image_size(side) for side in sides} == sides
     for size in SIZES:
         grid = size / sized("convit_nano", size)["model.patch_size"]
         assert grid in (7, 8, 12)
+
+
+@pytest.mark.parametrize(("load", "threads"), [(0.2, 4), (5.4, 3), (70.0, 1)])
+def test_busy_processors_are_left_alone(load, threads, monkeypatch):
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("locality.training.autofit.processors", lambda: 8)
+    assert idle_processors(4) == threads
 
 
 def test_the_images_alone_decide(tmp_path):

@@ -59,7 +59,7 @@ def report(arguments: Sequence[str]) -> int:
 def compare(arguments: Sequence[str]) -> int:
     """Compare models on your images: train them with one recipe and equal time, over seeds or
     folds and on fractions of the images, and write a page with accuracies and significant
-    differences. The same command resumes. By default trains convit_nano, deit_nano, cvt_nano and
+    differences. The same command resumes. By default trains convit_nano, deit_nano, cvt_photo and
     a small timm ResNet from scratch.
 
     Returns:

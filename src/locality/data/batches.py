@@ -27,6 +27,7 @@ from locality.data.preprocessing import (
     affine_matrices,
     create_erasing,
     eval_transform,
+    jitter_colors,
     normalise,
     train_transform,
     warp,
@@ -185,8 +186,11 @@ class TrainBatches(Batches):
                 images = torch.stack(self._drawn(self.transform.padded(images), positions))
         else:
             images = self._drawn(self._read(positions, indices, skipped), positions)
-        if self.augment.affine:
-            images = warp(images, affine_matrices(self._uniform(positions, 4), self.augment.affine))
+        augment, uniform = self.augment, self._uniform(positions, 7)
+        if augment.affine:
+            images = warp(images, affine_matrices(uniform[:, :4], augment.affine))
+        if augment.color_jitter and augment.crop != "resized" and augment.auto_augment is None:
+            images = jitter_colors(images, uniform[:, 4:], augment.color_jitter)
         batch = self.make_batch(images, indices)
         if self.erasing is not None:
             seeds = self._seeds(Stream.ERASE, positions)
@@ -199,7 +203,7 @@ class TrainBatches(Batches):
         return hash_seed(self.seed, stream, positions).tolist()
 
     def _uniform(self, positions: Indices, count: int) -> torch.Tensor:
-        """(B, count) float32 in [0, 1) for the affine maps."""
+        """(B, count) float32 in [0, 1) for affine maps and colours."""
         drawn = hash_seed(self.seed, Stream.AFFINE, positions[:, None], np.arange(count))
         return torch.from_numpy((drawn >> np.uint64(40)).astype(np.float32) / 2**24)
 

@@ -84,6 +84,8 @@ def train_transform(augment: AugmentConfig, preprocessing: InputConfig) -> Image
     Random erasing is separate: it follows normalisation, see `create_erasing`.
     """
     size = preprocessing.size
+    # Other crops leave colours to `jitter_colors`, which takes a batch.
+    jitter = augment.color_jitter if augment.crop == "resized" else 0.0
     primary, secondary, _ = create_transform(
         size,
         is_training=True,
@@ -91,7 +93,7 @@ def train_transform(augment: AugmentConfig, preprocessing: InputConfig) -> Image
         ratio=augment.ratio,
         hflip=augment.hflip,
         # timm adds a jitter step for a strength of 0, but not for None.
-        color_jitter=augment.color_jitter or None,  # type: ignore[arg-type]
+        color_jitter=jitter or None,  # type: ignore[arg-type]
         auto_augment=augment.auto_augment,
         interpolation=augment.interpolation or preprocessing.interpolation,
         mean=preprocessing.mean,
@@ -162,6 +164,26 @@ def warp(pixels: Images, maps: torch.Tensor) -> torch.Tensor:
     aspect = torch.tensor([[1.0, height / width, 1.0], [width / height, 1.0, 1.0]])
     grid = F.affine_grid(maps * aspect, [*images.shape], align_corners=False)
     return F.grid_sample(images.float(), grid, align_corners=False)
+
+
+def jitter_colors(pixels: Images, uniform: torch.Tensor, strength: float) -> torch.Tensor:
+    """(B, 3, H, W) of 0 … 255, or a list → float32 with changed brightness, contrast, saturation.
+
+    As torchvision's ColorJitter in one order, for a whole batch.
+
+    Args:
+        pixels: the images.
+        uniform: (B, 3) in [0, 1).
+        strength: each factor is between 1 − strength and 1 + strength.
+    """
+    images = (pixels if isinstance(pixels, torch.Tensor) else torch.stack([*pixels])).float()
+    factors = (1 + strength * (2 * uniform - 1)).clamp(min=0)[..., None, None, None]
+    images = (images * factors[:, 0]).clamp(0, 255)
+    luma = torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)
+    grey = (images * luma).sum(1, keepdim=True).mean((2, 3), keepdim=True)
+    images = grey.lerp(images, factors[:, 1]).clamp(0, 255)
+    grey = (images * luma).sum(1, keepdim=True)
+    return grey.lerp(images, factors[:, 2]).clamp(0, 255)
 
 
 def normalise(pixels: Images, preprocessing: InputConfig) -> torch.Tensor:

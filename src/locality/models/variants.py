@@ -69,6 +69,7 @@ _TABLE_1 = "ConViT Table 1"
 _CVT_TABLE_2 = "CvT Table 2"
 _EQUAL = "ConViT's width and heads, for comparison at equal size"
 _SMALL = "sized for small images"
+_PHOTO = "sized for photographs of 28 to 64 pixels, three minutes on a core"
 
 # Small images. A DeiT has the width, depth, heads and patches of its ConViT; a CvT of the same size
 # name ends on the same patch grid.
@@ -117,6 +118,8 @@ _ROWS = [
          img_size=8, num_classes=10),
     _cvt("nano",  (24, 60, 84), (1, 2, 4), (1, 1, 1), _SMALL, "convit_nano", strides=(1, 2, 1),
          img_size=8, num_classes=10),
+    _cvt("photo", (24, 60, 84), (1, 2, 4), (1, 1, 1), _PHOTO, img_size=64, num_classes=10,
+         global_pool="avg"),
     _cvt("micro", (48, 96, 192), (1, 2, 4), (1, 2, 3), _SMALL, "convit_micro", strides=(2, 2, 1),
          img_size=32, num_classes=100),
     _cvt("mini",  (64, 128, 320), (1, 2, 5), (1, 2, 4), _SMALL, "convit_mini", strides=(4, 2, 1),

@@ -26,7 +26,7 @@ from locality.training.autofit import (
 from locality.training.model import settings_from_weights
 from locality.training.recipes import SMALL_SIDE, recipe
 
-SCRATCH = ("convit_nano", "deit_nano", "cvt_nano", "timm/test_resnet")
+SCRATCH = ("convit_nano", "deit_nano", "cvt_photo", "timm/test_resnet")
 """Models of at most half a million parameters, trainable within minutes on a CPU."""
 PRETRAINED = ("convit_tiny.fb_in1k", "deit_tiny.fb_in1k", "cvt_13.ms_in1k", "timm/resnet18")
 

@@ -1,11 +1,12 @@
-"""Model, image size and batch of a run on custom images, by the images alone.
+"""Image size, batch and threads of a run on custom images.
 
-The recipes `photos` and `finetune` set the rest. The same images give the same run on every
-machine; how long it is depends on `schedule.minutes`.
+The recipes `photos` and `finetune` set the rest. The same images give the same settings on every
+machine, but for the threads; how many steps there are depends on `schedule.minutes`.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,13 +19,16 @@ from locality.data.decoding import BadImage
 from locality.data.resizing import MOST_CROPPED, cropped_share
 from locality.data.sources import ImageSource
 from locality.errors import UserError
+from locality.machine import processors
 from locality.models.config import to_2tuple
 from locality.models.variants import PREFIX, family_of, variant
 from locality.training.config import RunConfig
 from locality.training.recipes import is_small, recipe
 
-SIZES = (28, 32, 48, 64, 96)
+SIZES = (28, 32, 48, 64)
 """Image sizes in pixels: a run has the largest that its images reach, else the first."""
+
+_MOST_THREADS = 4  # small models gain nothing from more
 
 FINETUNED_MIX_IMAGES = 5000
 """Fine-tuning on fewer images uses neither mixup nor cutmix."""
@@ -68,6 +72,8 @@ def autofit(name: str, given: Mapping[str, Any]) -> AutoFit:
     sized_config = recipe(name, chosen | dict(given))
     small = is_small(sized_config.model.name, sized_config.model.img_size)
     chosen["engine.batch_size"] = batch_size(images, small)
+    if small:
+        chosen["engine.threads"] = idle_processors(_MOST_THREADS)
     if not small and name == "finetune" and images >= FINETUNED_MIX_IMAGES:
         chosen |= {"augment.mixup": 0.8, "augment.cutmix": 1.0}
     config = recipe(name, chosen | dict(given))
@@ -98,6 +104,15 @@ def sized(model: str, size: int) -> dict[str, Any]:
     if not model.startswith(PREFIX) and hasattr(variant(model).config, "patch_size"):
         chosen["model.patch_size"] = 4 if size in (28, 48) else max(1, min(8, size // 8))
     return chosen
+
+
+def idle_processors(most: int) -> int:
+    """Processors that nobody uses now, at least 1 and at most `most`.
+
+    A step waits for the slowest of its threads, so that a busy processor costs more than it gives.
+    """
+    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return max(1, min(most, processors() - round(busy)))
 
 
 def batch_size(images: int, small: bool) -> int:

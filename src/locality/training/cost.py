@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from locality import checks
 from locality.data import open_data, train_loader
@@ -23,7 +22,7 @@ from locality.runs import RunFolder
 from locality.training.config import ModelConfig, RunConfig
 from locality.training.devices import autocast, resolve_accelerator
 from locality.training.folder_checks import check_places
-from locality.training.model import meta_model
+from locality.training.model import build_model, meta_model
 from locality.training.optim import create_optimizer, make_plan
 from locality.training.resolved_run import ResolvedRun
 
@@ -89,13 +88,7 @@ def time_step(config: RunConfig, classes: int, batch_size: int, precision: str =
         precision: a resolved precision.
     """
     device = torch.device(resolve_accelerator(config.engine.accelerator))
-    # The values do not affect speed, and the model's own initialisation may be slower than a step.
-    network = meta_model(config, classes).to_empty(device=device).train()
-    for tensor in (*network.parameters(), *network.buffers()):
-        if tensor.ndim > 1:
-            nn.init.uniform_(tensor, -0.05, 0.05)
-        elif tensor.is_floating_point():
-            nn.init.ones_(tensor)  # avoids subnormal numbers, which are slow
+    network = build_model(config, classes).to(device).train()
     optimizer = create_optimizer(network, config.optim, config.engine.batch_size)
     macs = STEP_FORWARDS * forward_macs(config.model, classes)
     images = int(min(batch_size, max(1, _TIMING_MACS // macs)))

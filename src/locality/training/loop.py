@@ -27,8 +27,9 @@ from locality.training.recorder import Recorder
 from locality.training.resolved_run import ResolvedRun
 from locality.training.state import Components, TrainState
 
-# Shares of the minutes of a run: until its decay begins, and for all that follows the last step.
-_DECAY, _ENDING = 2 / 3, 0.05
+# The share of a run's minutes of training after which its decay begins. What follows the last step,
+# baselines and summary, takes about as long as the start, but is given no more than this share.
+_DECAY, _ENDING = 2 / 3, 0.08
 # Between checkpoints of a run of minutes, whose evaluations become rare.
 _SAVE_SECONDS = 60.0
 
@@ -178,9 +179,9 @@ class Loop:
         per_step = (now - self._begun) / steps
         # A forward pass takes a third of a step.
         evaluation = per_step * len(self.splits.val) / self.plan.batch_size / 3
-        minutes = self.config.schedule.length
-        end = self.started - self._spent + 60 * minutes * (1 - _ENDING) - evaluation
-        begun = self._begun - self._spent
+        seconds = 60 * self.config.schedule.length
+        ending = evaluation + min(self._begun - self.started, _ENDING * seconds)
+        end, begun = self.started - self._spent + seconds - ending, self._begun - self._spent
         if now - begun < _DECAY * (end - begun):
             return None, saves
         return (step, step + max(1, round((end - now) / per_step))), saves

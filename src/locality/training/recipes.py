@@ -348,14 +348,14 @@ def is_small(model: str, img_size: ImageSize | None) -> bool:
     return img_size is not None and max(to_2tuple(img_size)) <= SMALL_SIDE
 
 
-def photos(model: str = "convit_nano", img_size: ImageSize | None = None) -> RunConfig:
+def photos(model: str = "cvt_photo", img_size: ImageSize | None = None) -> RunConfig:
     """A custom dataset of hundreds to thousands of photographs, from scratch in ten minutes.
 
-    Images of up to 96 pixels are cropped, flipped and warped a little; a random area of so few
-    pixels is blurred, and RandAugment takes as long as a small model. Larger ones have random areas
-    and mild RandAugment. Label smoothing keeps the model from overfitting. The EXIF orientation is
-    applied, and the aspect ratio is kept: evaluation crops the centre. The last weights are kept,
-    those of the lowest learning rate.
+    Images of up to 96 pixels are cropped, flipped, warped and recoloured a little; a random area of
+    so few pixels is blurred, and RandAugment takes as long as a small model. Larger ones have
+    random areas and mild RandAugment. Label smoothing keeps the model from overfitting. The EXIF
+    orientation is applied, and the aspect ratio is kept: evaluation crops the centre. The last
+    weights are kept, those of the lowest learning rate.
 
     Command: `locality train photos --data.root FOLDER`, or `locality train FOLDER`. Image size and
     batch are then chosen for the images; the length is that of `--minutes`, `--steps` or
@@ -363,21 +363,21 @@ def photos(model: str = "convit_nano", img_size: ImageSize | None = None) -> Run
     Cost: ten minutes anywhere.
     Expect: depends on the images; pretrained weights (`finetune`) help more than time.
     """
-    small, tuned = is_small(model, img_size), fashion_mnist()
-    small_augment = dataclasses.replace(
-        tuned.augment, hflip=0.5, affine=5.0, mixup=0.0, cutmix=0.0, random_erasing=0.0
-    )
+    small, augment = is_small(model, img_size), _PHOTO_AUGMENT
+    optim = OptimConfig("adamw", lr=1e-3, lr_batch=64, weight_decay=0.05)
+    if small:
+        pad = max(to_2tuple(img_size or variant(model).config.img_size)) // 8
+        augment = AugmentConfig(crop="pad", pad=pad, hflip=0.5, affine=5.0, color_jitter=0.2)
+        optim = OptimConfig("adamuon", lr=6e-3, weight_decay=0.05)
     return RunConfig(
         recipe="photos",
         model=ModelConfig(
             model, img_size=img_size, overrides={} if small else {"drop_path_rate": 0.1}
         ),
-        data=DataConfig("folder", exif=True),
+        data=DataConfig("folder", exif=True, val_fraction=0.15),
         input=InputConfig(crop_pct=1.0),
-        augment=small_augment if small else _PHOTO_AUGMENT,
-        optim=tuned.optim
-        if small
-        else OptimConfig("adamw", lr=1e-3, lr_batch=64, weight_decay=0.05),
+        augment=augment,
+        optim=optim,
         schedule=ScheduleConfig(steps=2000, warmup=30, eval_every=200),
         objective=ObjectiveConfig(label_smoothing=0.1),
         engine=EngineConfig(batch_size=64 if small else 32),

@@ -190,7 +190,10 @@ class ResolvedRun:
     def __str__(self) -> str:
         plan, splits, optim = self.plan, self.splits, self.config.optim
         height, width = self.img_size
-        passes = self.config.engine.accumulate
+        passes, minutes = self.config.engine.accumulate, self.config.schedule.minutes
+        length = f"{plan.steps:,} steps, {plan.epoch(plan.steps):.4g} epochs"
+        if plan.steps == UNDECIDED:
+            length = f"{minutes:g} minutes in all; in the last third the learning rate decays"
         return "\n".join(
             [
                 f"model   {self.config.model.name}, {self.parameters:,} parameters "
@@ -198,25 +201,12 @@ class ResolvedRun:
                 f"{height}×{width}",
                 f"data    {splits.name}, {len(splits.train):,} training and "
                 f"{len(splits.val):,} validation images of {len(splits.classes):,} classes",
-                f"length  {self._length}",
+                f"length  {length}; batches of {plan.batch_size:,} images; warm-up {plan.warmup:,}",
                 f"engine  {self.world_size} × {self.device_type}, {self.precision}, {passes} × "
                 f"{self.micro_batch:,} images each, {optim.name} at learning rate "
                 f"{optim.peak_lr(plan.batch_size):.3g}",
                 *(f"note    {note}" for note in self.notes),
             ]
-        )
-
-    @property
-    def _length(self) -> str:
-        plan, minutes = self.plan, self.config.schedule.minutes
-        if plan.steps == UNDECIDED:
-            return (
-                f"{minutes:g} minutes in all, of batches of {plan.batch_size:,} images; "
-                f"{plan.warmup:,} steps of warm-up; in the last third the learning rate decays"
-            )
-        return (
-            f"{plan.steps:,} steps of {plan.batch_size:,} images: {plan.images:,} images, "
-            f"{plan.epoch(plan.steps):.4g} epochs; {plan.warmup:,} steps of warm-up"
         )
 
 
