@@ -53,6 +53,8 @@ def test_the_images_alone_decide(tmp_path):
         assert autofit("photos", given(root) | other).config.model == config.model
     deit = autofit("photos", given(root) | {"model.name": "deit_nano"}).config
     assert deit.model.img_size == 48 and deit.augment == config.augment
+    cnn = autofit("photos", given(root) | {"model.name": "timm/test_resnet"}).config
+    assert (cnn.model.img_size, cnn.optim, cnn.augment) == (48, config.optim, config.augment)
     large = {"model.name": "convit_mini", "model.img_size": 160, "model.patch_size": 16}
     assert autofit("photos", given(root) | large).config.augment.auto_augment
 

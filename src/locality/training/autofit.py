@@ -85,6 +85,8 @@ def autofit(name: str, given: Mapping[str, Any]) -> AutoFit:
     ]
     if family_of(model) == "cvt":
         reasons.append("page    explore --live does not support CvT; give --model convit_nano")
+    if name == "photos" and not model.startswith(PREFIX):
+        reasons.append("beside  a small CNN by the same recipe: --model timm/test_resnet")
     if name == "photos":
         reasons.append(
             f"first   pretrained weights help small datasets most: locality finetune "
