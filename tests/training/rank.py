@@ -1,10 +1,9 @@
 """One process of `locality ARGUMENTS` that reports its leftovers at exit.
 
-usage: rank.py REPORTS HOW ARGUMENTS. HOW is "end", or "error", "SIGTERM", "SIGINT" or "SIGKILL"
-sent to the last process at its fourth step. "SIGKILL 0" hits the first process, "machine" the last
-one and the launcher that started it. After Python's exit handlers each process writes
-REPORTS/rank-N.json: exit code, threads, shared memory, and exit codes of its children. SIGABRT
-prints a traceback.
+usage: rank.py REPORTS HOW ARGUMENTS. HOW is "end", or "SIGTERM", "SIGINT" or "SIGKILL" sent to the
+last process at its fourth step; "machine" hits it and the launcher that started it. After Python's
+exit handlers each process writes REPORTS/rank-N.json: exit code, threads, shared memory, and exit
+codes of its children. SIGABRT prints a traceback.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-REPORTS, ARGUMENTS = Path(sys.argv[1]), sys.argv[3:]
-HOW, _, RANK = sys.argv[2].partition(" ")
+REPORTS, HOW, ARGUMENTS = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
 STARTED: list[subprocess.Popen[bytes]] = []
 # A library's thread, which ends with the process.
 LIBRARIES = {"jemalloc_bg_thd"}
@@ -60,10 +58,7 @@ def main() -> None:
     step = Loop.train_step
 
     def struck(self: Loop, batches: Any) -> int:
-        last = self.fabric.world_size - 1
-        if self.state.step == 4 and self.fabric.global_rank == int(RANK or last):
-            if HOW == "error":
-                raise RuntimeError("one process fails")
+        if self.state.step == 4 and self.fabric.global_rank == self.fabric.world_size - 1:
             if HOW == "machine":
                 os.kill(os.getppid(), signal.SIGKILL)
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -112,28 +112,19 @@ def test_torchrun_and_the_command_alone_train_the_same_in_two_processes(tmp_path
     ("launcher", "how", "codes"),
     [
         ("one", "SIGINT", [130]),
-        # Fabric monitors the processes it started, so they end with 0 after a signal.
-        ("alone", "error", [1, 1]),
+        # Fabric ends the others if one that it started fails, so these end with 0 after a signal.
         ("alone", "SIGTERM", [143, 0]),
-        # The killed process prints nothing; the one that started it ends with a message.
         ("alone", "SIGKILL", [137, -signal.SIGKILL]),
-        ("alone", "SIGKILL 0", [-signal.SIGKILL]),
-        ("srun", "SIGKILL", [1, -signal.SIGKILL]),
-        # torchrun's exit code for any failure.
-        ("torchrun", "SIGTERM", [1]),
+        ("torchrun", "SIGTERM", [1]),  # its exit code for any failure
         ("srun", "end", [0, 0]),
-        ("srun", "error", [1, 1]),
-        ("srun", "SIGTERM", [143, 143]),
     ],
 )
 def test_nothing_is_left_behind(launcher, how, codes, tmp_path):
     words = configuration(tmp_path, data__workers=1)
     seen, errors = launch(launcher, how, words, tmp_path / "run")
     assert seen == codes, errors
-    sentences = [line for line in errors.splitlines() if "killed from outside" in line]
-    assert len(sentences) == (137 in codes), errors
-    if sentences:
-        assert "Traceback" not in errors
+    if how == "SIGKILL":  # the process that started the killed one says so
+        assert "killed from outside" in errors and "Traceback" not in errors
 
 
 @pytest.mark.slow

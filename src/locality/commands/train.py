@@ -340,7 +340,6 @@ def fit(
     }
     asked, found = what_to_train(os.fspath(images), weights is not None)
     config, folder, chosen = resolve(asked or "digits", found | given, output, quiet)
-    check_places(config, folder)
     if chosen is not None and not quiet:
         print(chosen)
     _train(config, folder, quiet, started)

@@ -23,6 +23,7 @@ from locality.errors import UserError, some
 from locality.layers import fast
 from locality.models import count_macs
 from locality.predictions import Predictions
+from locality.runs import RunFolder
 from locality.training import devices
 from locality.training.config import Precision, read_config
 
@@ -45,6 +46,7 @@ def evaluate_run(
     config = read_config(Path(folder))
     opened = open_model(folder)
     if data is None and options.get("splits") is None:
+        RunFolder(folder).check_images(config.data)
         options["splits"] = open_for(opened, config.data, config.seed, recorded=True)
     return evaluate_opened(opened, data or config.data, seed=config.seed, **options)
 
