@@ -23,7 +23,8 @@ from peers import interleave
 
 from locality.files import write_atomic
 from locality.machine import describe_environment
-from locality.training import RunFolder, recipe, replace
+from locality.runs import RunFolder
+from locality.training import recipe, replace
 from locality.training.devices import create_fabric
 from locality.training.loop import Loop
 from locality.training.model import build_model

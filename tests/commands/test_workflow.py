@@ -18,7 +18,8 @@ from locality.cli import main
 from locality.commands.train import read_run
 from locality.errors import UserError
 from locality.files import read_rows
-from locality.training import RECIPES, RunConfig, RunFolder, recipe
+from locality.runs import RunFolder
+from locality.training import RECIPES, RunConfig, recipe
 from locality.training.config import read_config
 
 from ..conftest import SHORT_WORDS

@@ -9,7 +9,8 @@ import pytest
 from locality.analysis.recording import record
 from locality.predictions import Predictions
 from locality.report import build_report
-from locality.training import RunFolder, evaluate_run, train
+from locality.runs import RunFolder
+from locality.training import evaluate_run, train
 
 
 def planted(images=200, first=3, second=8):

@@ -10,7 +10,7 @@ import pytest
 from locality.cli import main
 from locality.commands.train import read_run
 from locality.errors import UserError
-from locality.training import RunFolder
+from locality.runs import RunFolder
 from locality.training.autofit import SIZES, autofit, idle_processors, image_size, sized
 from locality.training.config import read_config
 from locality.training.evaluation import evaluate_run

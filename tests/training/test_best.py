@@ -9,7 +9,8 @@ import pytest
 from safetensors.torch import load_file
 
 from locality.checkpoints.run_state import BEST, load_best_state, read_checkpoint
-from locality.training import RunFolder, load_run
+from locality.runs import RunFolder
+from locality.training import load_run
 from locality.training.evaluation import evaluate_run
 
 from .conftest import assert_same, assert_same_run, tiny, train

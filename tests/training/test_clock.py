@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from locality.errors import UserError
+from locality.runs import RunFolder
 from locality.settings import to_yaml
 from locality.training import (
     OptimConfig,
     RunConfig,
-    RunFolder,
     ScheduleConfig,
     engine,
     loop,

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from locality.data import ArraySource, Preprocessing, eval_loader
-from locality.training import Interrupted, Predictions, evaluate
+from locality.predictions import Predictions
+from locality.training import Interrupted, evaluate
 
 IMAGES, CLASSES = 50, 7
 PLAIN = Preprocessing(4, crop_pct=1.0, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))

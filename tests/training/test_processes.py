@@ -12,7 +12,8 @@ from torch.multiprocessing import ProcessRaisedException
 
 from locality.checkpoints.run_state import load_best_state
 from locality.errors import ProcessKilled, UserError
-from locality.training import NonFiniteLoss, RunFolder, devices
+from locality.runs import RunFolder
+from locality.training import NonFiniteLoss, devices
 from locality.training.loop import Loop
 from locality.training.objective import Objective
 from locality.training.processes import Collectives

@@ -14,7 +14,8 @@ import torch
 from locality import training
 from locality.checkpoints.run_state import load_best_state
 from locality.errors import Interrupted, UserError
-from locality.training import RunConfig, RunFolder, devices, replace, state
+from locality.runs import RunFolder
+from locality.training import RunConfig, devices, replace, state
 from locality.training.config import read_config
 from locality.training.loop import Loop
 

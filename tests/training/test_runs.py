@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from locality.checkpoints import save
 from locality.checkpoints.run_state import load_best_state
 from locality.errors import UserError
-from locality.runs import is_run_folder
+from locality.runs import RunFolder, is_run_folder
 from locality.settings import from_yaml, to_yaml
-from locality.training import RunFolder, evaluate_run, initial_model, load_run
+from locality.training import evaluate_run, initial_model, load_run
 from locality.training import train as train_run
 from locality.training.devices import resolve_accelerator
 from locality.training.folder_checks import check_folder

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
-    from locality.training import Predictions
+    from locality.predictions import Predictions
 
 _AT_ONCE = 32
 _CLASSES = 20  # maximum number of classes in printed tables
@@ -228,7 +228,7 @@ def evaluate(arguments: Sequence[str]) -> None:
 
 def _moved(run: str, config: RunConfig, root: str) -> data.DataSplits | None:
     """The images in `root`, if they are the run's images moved there."""
-    folder, moved = training.RunFolder(run), dataclasses.replace(config.data, root=root)
+    folder, moved = RunFolder(run), dataclasses.replace(config.data, root=root)
     with contextlib.suppress(UserError):
         splits = data.open_data(moved, config.seed, folder.recorded_classes())
         if ImageFingerprint.of(splits).fingerprint == (folder.read_result() or {}).get("images"):

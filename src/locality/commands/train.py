@@ -20,7 +20,7 @@ from locality.errors import UserError, printable, some, unknown
 from locality.files import missing, read_yaml
 from locality.machine import end_if_importing, is_main_process
 from locality.progress import doing
-from locality.runs import is_run_folder
+from locality.runs import RunFolder, is_run_folder
 from locality.settings import Setting, flatten, replace, to_dict, to_yaml
 from locality.training.config import LENGTHS, RunConfig, model_settings, read_config
 from locality.training.folder_checks import check_places
@@ -103,7 +103,7 @@ def _closing(folder: Path, result: dict[str, Any], baselines: str) -> list[str]:
     """The summary printed after a run: results, folder and next commands."""
     from locality.analysis.statistics import proportion_interval
 
-    predictions = training.RunFolder(folder).predictions()
+    predictions = RunFolder(folder).predictions()
     kept, last = result.get("best_step", result["steps"]), result["steps"]
     evaluated = len(predictions.labels)  # without images that cannot be read
     low, high = proportion_interval(result["top1"] / 100, evaluated)

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from locality.errors import Interrupted as Interrupted
     from locality.errors import NonFiniteLoss as NonFiniteLoss
     from locality.errors import RunFailed as RunFailed
-    from locality.predictions import Predictions as Predictions
-    from locality.runs import RunFolder as RunFolder
     from locality.settings import replace as replace
     from locality.training.config import EngineConfig as EngineConfig
     from locality.training.config import ModelConfig as ModelConfig

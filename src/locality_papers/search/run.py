@@ -27,8 +27,9 @@ from locality.checkpoints.registry import WEIGHTS
 from locality.data import BatchLoader, ImageSource, eval_loader, open_data
 from locality.errors import UserError
 from locality.files import csv_text, read_json, write_atomic
+from locality.runs import RunFolder
 from locality.settings import differences, replace, to_yaml
-from locality.training import RunFolder, train
+from locality.training import train
 from locality.training.cost import image_counts
 from locality.training.devices import create_fabric
 from locality.training.engine import launch

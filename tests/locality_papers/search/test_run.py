@@ -11,8 +11,8 @@ import yaml
 from locality.cli import main
 from locality.errors import UserError
 from locality.files import read_json, read_rows
+from locality.runs import RunFolder
 from locality.settings import replace
-from locality.training import RunFolder
 from locality.training.config import read_config
 from locality.training.loop import Loop
 from locality_papers.search.config import named, read_search
