@@ -25,6 +25,8 @@ _BF16_MIN_MACS = 1e9
 
 # Silences Fabric's announcement on every start; runs print this information themselves.
 logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
+# But not which process has failed, before it kills the others.
+logging.getLogger("lightning_fabric.strategies.launchers.subprocess_script").setLevel(logging.INFO)
 # Silences torch's message that it ends the other processes when one has ended.
 logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
 
