@@ -78,7 +78,7 @@ def train(arguments: Sequence[str], command: str = "train") -> None:
 
 def _train(config: RunConfig, folder: Path, quiet: bool, started: float) -> None:
     """Train a run, then record and print the pixel baselines on its images."""
-    with doing("starting", quiet):
+    with doing("starting", quiet or not is_main_process()):
         from locality.analysis import baselines  # imports torch
 
     result = training.train(config, folder, quiet=quiet, started=started)
