@@ -41,11 +41,11 @@ REFERENCE = {
     "data": ["locality.data"],
     "training": ["locality.training"],
     "analysis": ["locality.analysis", "locality.analysis.measures"],
-    "figures": ["locality.figures"],
+    "figures": [f"locality.figures.{module}" for module in ("charts", "curves", "maps")],
     "runner": [f"locality.runner.{module}" for module in ("runs", "executors", "comparison")],
     "locality_papers": [
         f"locality_papers.{module}"
-        for module in ("specs", "scales", "measures", "reproduce", "search")
+        for module in ("specs", "scales", "measures", "reproduce", "search.space", "search.run")
     ],
 }
 LINK = re.compile(r"""((?<=\]\()|(?<=src=")|(?<=href="))([^)"#:\s]+)(?=[)"#])""")
