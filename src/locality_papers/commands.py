@@ -83,7 +83,7 @@ def search(arguments: Sequence[str]) -> None:
     a candidate within the limits. The name selects all settings; training
     settings are those of `locality train`. After an interruption, the same command resumes.
     """
-    from locality_papers.search.config import SEARCHES, named, read_search
+    from locality_papers.search.config import SEARCHES, check_model, named, read_search
 
     resumed, name = peek(arguments, "--resume"), first_word(arguments) or "digits"
     config = read_search(resumed) if resumed else named(name)
@@ -100,6 +100,7 @@ def search(arguments: Sequence[str]) -> None:
     if resumed and parser.settings:
         names = ", ".join(parser.settings)
         raise UserError(f"--resume uses the search's own settings; omit {names}")
+    check_model(parser.settings.get("model.name", config.run.model.name))
     own = vars(config).keys()
     changes = {name if name in own else f"run.{name}": x for name, x in parser.settings.items()}
     config = replace(config, changes)

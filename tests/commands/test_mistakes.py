@@ -69,7 +69,6 @@ MISTAKES = [
     ("search digitz", "digits"),
     ("search --held_out 2", "held_out is"),
     ("search digits --model.name convit_nano", "model.name"),
-    ("search --data.fraction 0.5", "data.fraction"),
     ("compare nowhere", "nowhere"),
     ("compare photos --models convit_nan,deit_nano", "convit_nano"),
     ("compare photos --steps 3 --minutes 2", "--minutes"),

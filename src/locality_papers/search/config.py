@@ -42,9 +42,7 @@ class SearchConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        if variant(self.run.model.name).family != "cvt":
-            name = self.run.model.name
-            raise UserError(f"model.name is '{name}'; a search needs a CvT, such as cvt_nano")
+        check_model(self.run.model.name)
 
     @property
     def limits(self) -> dict[str, float]:
@@ -65,6 +63,12 @@ class SearchConfig:
         """The warm-up, and the training of the supernet from its weights."""
         warm_up = _scaled_schedule(self.largest, _WARMUP_FRACTION)
         return warm_up, _scaled_schedule(self.largest, 1 - _WARMUP_FRACTION)
+
+
+def check_model(name: str) -> None:
+    """Check that a model is a CvT."""
+    if variant(name).family != "cvt":
+        raise UserError(f"model.name is '{name}'; a search needs a CvT, such as cvt_nano")
 
 
 def _scaled_schedule(run: RunConfig, part: float) -> RunConfig:

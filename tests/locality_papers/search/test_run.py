@@ -118,7 +118,7 @@ def test_stopped_anywhere_it_ends_with_the_same_candidates_and_weights(tmp_path,
 def test_bad_input_is_one_sentence(tmp_path, capsys):
     for words, said in (
         (["digits", "--macs", "1e5"], "macs"),
-        (["imagenet_nas", "--model.name", "convit_tiny"], "convit_tiny"),
+        (["digits", "--model.name", "convit_nano"], "convit_nano"),
         (["--resume", str(tmp_path)], str(tmp_path)),
     ):
         assert main(["search", *words, "--output", str(tmp_path / "run")]) == 2
