@@ -20,7 +20,7 @@ TWO := --numprocesses 2 --dist loadfile
 # These fork processes that train, which torch allows only where nothing was compiled before.
 FORKING := tests/training/test_processes.py
 
-.PHONY: setup demo test test-slow coverage check format lint types bench pages docs dist release clean
+.PHONY: setup demo test test-slow coverage check format lint types bench pages gallery docs dist release clean
 
 setup: $(RUN)
 
@@ -68,6 +68,9 @@ bench: $(TEST)          ## speed and memory against timm and transformers, writt
 
 pages: $(RUN)           ## docs/findings.md, docs/results/ and the README's findings from the records in results/
 	$(BIN)/python -m locality_papers.pages
+
+gallery: $(DOCS)        ## the pictures of docs/gallery.md, in docs/gallery/; needs chromium
+	$(BIN)/python docs/gallery.py
 
 docs: $(DOCS)           ## the pages of docs/ and a reference of every public name, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -1,0 +1,242 @@
+"""The pictures of docs/gallery.md: small models are trained, the page's commands run.
+
+    python docs/gallery.py        # what `make gallery` does; two minutes on two cores
+
+Needs scikit-image, whose photographs it uses, playwright and chromium.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+import os
+import random
+import re
+import shlex
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import skimage
+import torch
+from PIL import Image
+from playwright.sync_api import Browser, Page, sync_playwright
+
+import locality
+from locality.checkpoints import open_model
+from locality.cli import main
+
+DOCS = Path(__file__).parent
+PICTURES = DOCS / "gallery"
+SOURCES = Path(skimage.__file__).parent / "data"
+NAMES = (
+    *("astronaut.png", "brick.png", "chelsea.png", "coffee.png", "coins.png", "grass.png"),
+    *("gravel.png", "hubble_deep_field.jpg", "ihc.png", "motorcycle_left.png", "retina.jpg"),
+    "rocket.jpg",
+)
+PATCH = (8, 9)  # row and column of the clicked patch, from 1
+# Layer and head of the README's maps; layer 4 attends by content alone.
+MAPS = [(1, 1, "position"), (1, 4, "position"), (4, 3, "mixed"), (4, 2, "mixed")]
+STYLE = """
+body { margin: 0; background: white; font: 15px sans-serif; color: #222; }
+main { display: flex; gap: 12px; padding: 12px; }
+figure { margin: 0; width: 233px; text-align: center; }
+img { width: 100%; border-radius: 6px; display: block; margin-bottom: 6px; }
+"""
+
+
+def write_photos(folder: Path, train: int = 40, val: int = 10) -> None:
+    """Square crops; training ones from the left half of each photograph, others from the right."""
+    rng = random.Random(0)
+    for name in NAMES:
+        photo = Image.open(SOURCES / name).convert("RGB")
+        half = photo.width // 2
+        for part, left, count in (("train", 0, train), ("val", half, val)):
+            here = folder / part / Path(name).stem
+            here.mkdir(parents=True)
+            for index in range(count):
+                side = round(min(half, photo.height) * rng.uniform(0.4, 1))
+                x = left + rng.randint(0, half - side)
+                y = rng.randint(0, photo.height - side)
+                crop = photo.crop((x, y, x + side, y + side))
+                crop.resize((112, 112), Image.Resampling.BICUBIC).save(here / f"{index}.png")
+
+
+def write_cat(path: Path) -> None:
+    photo = Image.open(SOURCES / "chelsea.png")
+    photo.crop((75, 0, 375, 300)).save(path)
+
+
+def write_clothes() -> None:
+    """The live page's models, and ten photographs for it."""
+    shutil.copytree(DOCS / "live/clothes", "clothes")
+    strip = Image.open("clothes/examples.png")
+    Path("examples").mkdir()
+    for index in range(10):
+        left = index * strip.height
+        box = (left, 0, left + strip.height, strip.height)
+        strip.crop(box).save(f"examples/{index}.png")
+
+
+def commands() -> list[str]:
+    """The commands of the page, in its order."""
+    blocks = re.findall(r"^```sh\n(.+?)^```", (DOCS / "gallery.md").read_text(), re.M | re.S)
+    return [block.replace("\\\n", " ") for block in blocks]
+
+
+def run(command: str) -> None:
+    """A command of the page, in this process, as importing PyTorch takes seconds."""
+    words = shlex.split(command)
+    words = [match for word in words for match in (sorted(map(str, Path().glob(word))) or [word])]
+    print(*words, flush=True)
+    code = main(words[1:])
+    if code:
+        raise SystemExit(f"it ended with exit code {code}")
+
+
+def save_models() -> None:
+    """The trained model and its snapshots at 224 pixels, and an untrained ConViT-Ti."""
+    trained = open_model("runs/photos")
+    size = {"patch_size": 16, "depth": 5, "gpsa_layers": 3, "img_size": 224}
+    about = {
+        "preprocessing": dataclasses.replace(trained.preprocessing, img_size=224),
+        "classes": trained.classes,
+    }
+    snapshots = {path: f"snapshots/{path.stem}" for path in Path("runs/photos/snapshots").iterdir()}
+    for weights, name in ({Path("runs/photos"): "runs/photos-224"} | snapshots).items():
+        model = locality.create_model("convit_nano", weights=weights, num_classes=12, **size)
+        locality.save(model, name, **about)
+    locality.save(locality.create_model("convit_tiny"), "untrained")
+
+
+def opened(browser: Browser, path: str, width: int, height: int) -> Page:
+    page = browser.new_page(viewport={"width": width, "height": height})
+    page.goto(Path(path).absolute().as_uri())
+    page.wait_for_timeout(1000)
+    return page
+
+
+def keep(name: str, screenshot: bytes) -> None:
+    with Image.open(io.BytesIO(screenshot)) as picture:
+        picture.convert("RGB").save(PICTURES / f"{name}.webp", quality=80, method=6)
+
+
+def select(page: Page, layer: int, head: int, mode: str = "mixed") -> None:
+    """In the explorer, enlarge the map of a head; both counted from 1."""
+    page.locator(f"input[value={mode}]").click()
+    page.locator(
+        f".overview [data-layer='{layer - 1}'][data-head='{head - 1}'] .view"
+    ).first.click()
+    page.mouse.move(0, 0)  # away from the map
+    page.evaluate("scrollTo(0, 0)")
+
+
+def click_patch(page: Page, row: int, column: int, grid: int = 14) -> None:
+    box = page.locator("#grid").bounding_box()
+    assert box is not None
+    x, y = box["width"] * (column - 0.5) / grid, box["height"] * (row - 0.5) / grid
+    page.locator("#grid").click(position={"x": x, "y": y})
+
+
+def row(browser: Browser, name: str, tiles: list[tuple[bytes, str]]) -> None:
+    """Pictures with captions, side by side."""
+    figures = "".join(
+        f'<figure><img src="data:image/png;base64,{base64.b64encode(tile).decode()}">'
+        f"<figcaption>{caption}</figcaption></figure>"
+        for tile, caption in tiles
+    )
+    page = browser.new_page(viewport={"width": 1240, "height": 300}, device_scale_factor=1.5)
+    page.set_content(f"<style>{STYLE}</style><main>{figures}</main>")
+    keep(name, page.locator("main").screenshot())
+
+
+def explorer(browser: Browser) -> None:
+    page = opened(browser, "explorer.html", 1100, 860)
+    click_patch(page, *PATCH)
+    photo = page.locator("#stage").screenshot()
+    select(page, *MAPS[-1][:2])
+    keep("explorer", page.screenshot())
+    tiles = [(photo, "a patch of a photograph")]
+    for layer, head, mode in MAPS:
+        select(page, layer, head, mode)
+        by = "content" if mode == "mixed" else mode
+        tile = page.locator(".large .chosen .view").screenshot()
+        tiles.append((tile, f"layer {layer}, head {head}: by {by}"))
+    row(browser, "heads", tiles)
+
+
+def untrained(browser: Browser) -> None:
+    page = opened(browser, "untrained.html", 1100, 860)
+    click_patch(page, *PATCH)
+    select(page, 1, 1, "position")
+    keep("figure-3", page.screenshot())
+
+
+def training(browser: Browser) -> None:
+    page = opened(browser, "training.html", 1400, 900)
+    click_patch(page, *PATCH)
+    tiles = [(page.locator("#stage").screenshot(), "layer 4, head 2")]
+    select(page, 4, 2)
+    for number, snapshot in enumerate(sorted(Path("snapshots").iterdir())):
+        view = page.locator(f".model[data-model='{number}'] .large .chosen .view")
+        tiles.append((view.screenshot(), f"step {int(snapshot.name.removeprefix('step-'))}"))
+    row(browser, "training", tiles)
+
+
+def live(browser: Browser) -> None:
+    page = opened(browser, "live.html", 1100, 900)
+    page.wait_for_function("document.documentElement.dataset.ready")
+    page.locator("#thumbnails button").nth(9).click()
+    page.wait_for_timeout(500)
+    keep("gate", page.locator(".model .large").first.screenshot())
+    page.locator("#gate").fill("-100")
+    page.wait_for_timeout(500)
+    keep("live", page.screenshot())
+
+
+def report(browser: Browser) -> None:
+    page = opened(browser, "runs/photos/report.html", 1000, 900)
+    keep("report", page.screenshot())
+    keep("mistakes", page.locator(".mistakes").screenshot())
+    for name, heading, height in (
+        ("training-measures", "During training", 800),
+        ("maps", "Attention maps of single heads", 600),
+    ):
+        page.set_viewport_size({"width": 1000, "height": height})
+        page.get_by_role("heading", name=heading).evaluate("heading => heading.scrollIntoView()")
+        keep(name, page.screenshot())
+
+
+def comparison(browser: Browser) -> None:
+    page = opened(browser, "compared/comparison.html", 1000, 1100)
+    keep("comparison", page.screenshot())
+
+
+def gallery() -> None:
+    begun = time.perf_counter()
+    torch.set_num_threads(1)  # small models; faster on a busy machine, and no slower on two cores
+    PICTURES.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as started:
+        os.chdir(folder)
+        write_photos(Path("photos"))
+        write_cat(Path("cat.png"))
+        write_clothes()
+        train, *others = commands()
+        run(train)
+        save_models()
+        for command in others:
+            run(command)
+        executable = shutil.which("chromium") or shutil.which("chromium-browser")
+        browser = started.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        for make in (explorer, untrained, training, live, report, comparison):
+            make(browser)
+        browser.close()
+    sizes = [path.stat().st_size for path in PICTURES.iterdir()]
+    seconds = time.perf_counter() - begun
+    print(f"{len(sizes)} pictures, {sum(sizes) / 1e6:.2f} MB, in {seconds:.0f} s")
+
+
+if __name__ == "__main__":
+    gallery()
