@@ -151,3 +151,47 @@ def test_snippets_run(page, workplace, monkeypatch, capsys):
                 assert words[0] == "locality", f"{snippet.place}: {words}"
                 code = main(shortened(words[1:]))
                 assert code == 0, f"{snippet.place}: {words}: {capsys.readouterr().err}"
+
+
+# Numbers of the README → the record or page of a command's output that has them, and as what.
+PHOTOGRAPHS = "benchmarks/results/photographs-nvidia-h200-2026-11-26.json"
+README_NUMBERS = {
+    "0.3 M parameters": ("docs/gallery.md", "0.3 M parameters"),
+    "240 steps": ("docs/gallery.md", "--steps 240"),
+    "Layer 1": ("docs/gallery.py", "(1, 1, "),
+    "95% interval": ("docs/findings.md", "95% interval"),
+    "layer 4": ("docs/gallery.py", "(4, 3, "),
+    "60,000 photographs": ("docs/recipes.md", "All 60,000 photographs"),
+    "0.37 M parameters": (PHOTOGRAPHS, '"parameters": 373658'),
+    "93.9%, CvT 93.8, ConViT 93.2, DeiT 92.8": (PHOTOGRAPHS, "93.93", "93.82", "93.21", "92.76"),
+    "1.3–2.7×": ("docs/speed.md", "| 1.3× (1.3–1.4) |", "| 2.7× (2.6–2.9) |"),
+    "1.1–2.0×": ("docs/speed.md", "| 1.10× |", "| 2.0× (1.9–2.1) |"),
+    "5.7, 27.8, 86.5": ("docs/models.md", "| 5.71 |", "| 27.8 |", "| 86.5 |"),
+    "73.1, 81.3, 82.4": ("src/locality_papers/published.yaml", "73.1, 91.7", "81.3, 95.7", "82.4,"),
+    "5.7, 22.1, 86.6": ("docs/models.md", "| 5.72 |", "| 22.1 |", "| 86.6 |"),
+    "72.2, 79.8, 81.8": ("src/locality_papers/published.yaml", "72.2, null", "79.8, null", "81.8,"),
+    "20.0, 31.6": ("docs/models.md", "| 20.0 |", "| 31.6 |"),
+    "81.6, 82.5": ("src/locality_papers/published.yaml", "81.6, 86.7", "82.5, 87.2"),
+    "ImageNet-22k, 384 px | 277 | 87.7": (
+        "src/locality_papers/published.yaml",
+        '"CvT-W24↑384 22k": [277, 384, 193.2, 87.7',
+    ),
+    "0.76–0.94": ("benchmarks/results/nvidia-h200-2026-11-26.md", "| 0.76× |", "| 0.94× |"),
+    "0.93–0.96": ("benchmarks/results/nvidia-h200-2026-11-26.md", "| 0.93× |", "| 0.96× |"),
+    "(commit 340fe45)": ("benchmarks/results/nvidia-h200-2026-11-26.md", "commit 340fe45d8eff"),
+}
+
+
+def test_every_number_of_the_readme_has_a_source():
+    text = (ROOT / "README.md").read_text()
+    patterns = (r"<!-- findings -->.+<!-- /findings -->", r"<!--.+?-->", r"^```.+?^```")
+    for pattern in (*patterns, r"\]\(\S+\)", r"`[^`\n]+`"):
+        text = re.sub(pattern, "", text, flags=re.DOTALL | re.MULTILINE)
+    for name in ("H200", "bf16", "top-1", "Apache-2.0"):
+        text = text.replace(name, "")
+    for words, (source, *records) in README_NUMBERS.items():
+        assert words in text, words
+        recorded = (ROOT / source).read_text()
+        assert all(record in recorded for record in records), words
+        text = text.replace(words, "")
+    assert not re.findall(r".*\d.*", text)
