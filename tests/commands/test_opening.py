@@ -78,13 +78,13 @@ def inputs(given, tmp_path, monkeypatch):
     }
 
 
-# Number of the seven commands that refuse a kind; the others work.
+# Number of the five commands that refuse a kind; the others work.
 REFUSED = {
-    "architecture": 6,  # speed needs no trained weights
+    "architecture": 5,
     "public": 1,  # its classes are not digits
     "timm": 1,
-    "graph": 5,
-    "missing": 7,
+    "graph": 3,
+    "missing": 5,
 }
 
 
