@@ -40,9 +40,9 @@ PATCH = (8, 9)  # row and column of the clicked patch, from 1
 # Layer and head of the README's maps; layer 4 attends by content alone.
 MAPS = [(1, 1, "position"), (1, 4, "position"), (4, 3, "mixed"), (4, 2, "mixed")]
 STYLE = """
-body { margin: 0; background: white; font: 15px sans-serif; color: #222; }
-main { display: flex; gap: 12px; padding: 12px; }
-figure { margin: 0; width: 233px; text-align: center; }
+body { margin: 0; background: white; font: 25px sans-serif; color: #222; }
+main { display: flex; gap: 12px; padding: 4px; }
+figure { margin: 0; width: 236px; text-align: center; }
 img { width: 100%; border-radius: 6px; display: block; margin-bottom: 6px; }
 """
 
@@ -158,12 +158,12 @@ def explorer(browser: Browser) -> None:
     photo = page.locator("#stage").screenshot()
     select(page, *MAPS[-1][:2])
     keep("explorer", page.screenshot())
-    tiles = [(photo, "a patch of a photograph")]
+    tiles = [(photo, "a patch")]
     for layer, head, mode in MAPS:
         select(page, layer, head, mode)
         by = "content" if mode == "mixed" else mode
         tile = page.locator(".large .chosen .view").screenshot()
-        tiles.append((tile, f"layer {layer}, head {head}: by {by}"))
+        tiles.append((tile, f"layer {layer}: {by}"))
     row(browser, "heads", tiles)
 
 
@@ -177,7 +177,7 @@ def untrained(browser: Browser) -> None:
 def training(browser: Browser) -> None:
     page = opened(browser, "training.html", 1400, 900)
     click_patch(page, *PATCH)
-    tiles = [(page.locator("#stage").screenshot(), "layer 4, head 2")]
+    tiles = [(page.locator("#stage").screenshot(), "layer 4")]
     select(page, 4, 2)
     for number, snapshot in enumerate(sorted(Path("snapshots").iterdir())):
         view = page.locator(f".model[data-model='{number}'] .large .chosen .view")

@@ -158,7 +158,7 @@ PHOTOGRAPHS = "benchmarks/results/photographs-nvidia-h200-2026-11-26.json"
 README_NUMBERS = {
     "0.3 M parameters": ("docs/gallery.md", "0.3 M parameters"),
     "240 steps": ("docs/gallery.md", "--steps 240"),
-    "Layer 1": ("docs/gallery.py", "(1, 1, "),
+    "Layer 1's": ("docs/gallery.py", "(1, 1, "),
     "95% interval": ("docs/findings.md", "95% interval"),
     "layer 4": ("docs/gallery.py", "(4, 3, "),
     "60,000 photographs": ("docs/recipes.md", "All 60,000 photographs"),
