@@ -41,11 +41,19 @@ REFERENCE = {
     "data": ["locality.data"],
     "training": ["locality.training"],
     "analysis": ["locality.analysis", "locality.analysis.measures"],
-    "figures": [f"locality.figures.{module}" for module in ("charts", "curves", "maps")],
+    "figures": ["locality.figures"],
     "runner": [f"locality.runner.{module}" for module in ("runs", "executors", "comparison")],
     "locality_papers": [
         f"locality_papers.{module}"
-        for module in ("specs", "scales", "measures", "reproduce", "search.space", "search.run")
+        for module in (
+            "experiment",
+            "runs",
+            "table",
+            "measures",
+            "reproduce",
+            "search.space",
+            "search.run",
+        )
     ],
 }
 LINK = re.compile(r"""((?<=\]\()|(?<=src=")|(?<=href="))([^)"#:\s]+)(?=[)"#])""")

@@ -26,7 +26,7 @@ from locality import create_model, save
 from locality.checkpoints import convert
 from locality.cli import main
 from locality.training import train
-from locality_papers import specs
+from locality_papers import experiment
 
 from .conftest import SHORT_WORDS, tiny_config
 
@@ -140,7 +140,7 @@ def shortened(words: list[str]) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_snippets_run(page, workplace, monkeypatch, capsys):
-    monkeypatch.setattr(specs, "REGISTRY", dict(specs.REGISTRY))
+    monkeypatch.setattr(experiment, "REGISTRY", dict(experiment.REGISTRY))
     for snippet in snippets(page):
         if snippet.language == "python":
             source = "\n".join(snippet.to_run())

@@ -33,6 +33,7 @@ def reproduce(arguments: Sequence[str]) -> None:
         "name", nargs="?", default=None, help="convit/table-3, cvt/figure-1, convit, beyond, all"
     )
     parser.add("--list", False, "list all tables and figures with their status")
+    parser.add("--times", False, "with --list: estimate the remaining time of each, in minutes")
     parser.add("--dry_run", False, "print runs, images, MACs and hours without starting")
     parser.add("--finished", False, "write results of finished runs without starting any")
     scales = read_yaml(_HERE / "scales.yaml")
@@ -51,10 +52,10 @@ def reproduce(arguments: Sequence[str]) -> None:
     parser.add("--json", False, "with --list: print JSON")
     options = parser.read(arguments)
     if options.list:
-        others = vars(options).keys() - {"list", "json", "scale", "runs"}
+        others = vars(options).keys() - {"list", "times", "json", "scale", "runs"}
         parser.refuse(" ".join(sorted(others)), "has no effect with --list")
     else:
-        parser.refuse("json", "needs --list")
+        parser.refuse("json times", "needs --list")
     if options.dry_run:
         parser.refuse("recorded", "has no effect with --dry_run")
     if options.finished:
@@ -67,14 +68,16 @@ def reproduce(arguments: Sequence[str]) -> None:
     from locality_papers import reproduce as study
 
     if options.list:
-        rows = study.list_experiments(options.scale, options.runs)
+        rows = study.list_experiments(options.scale, options.runs, options.times)
         if options.json:
             print(json.dumps(list(rows), indent=2))
             return
         for row in rows:
             print(study.show_row(row), flush=True)
         return
-    chosen = {name: of for name, of in vars(options).items() if name not in ("list", "json")}
+    chosen = {
+        name: of for name, of in vars(options).items() if name not in ("list", "times", "json")
+    }
     study.reproduce(**chosen)
 
 

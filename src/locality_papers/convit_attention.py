@@ -1,47 +1,28 @@
-"""ConViT's figures of attention: nonlocality and gates over training."""
+"""ConViT's figures of attention: nonlocality and gates over training, maps, architecture."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
-from locality.figures.curves import Line, gate_lines, nonlocality_lines
-from locality_papers.convit_tables import with_teacher
-from locality_papers.measures import TRAJECTORY, Quantity, combined, summed_rate
-from locality_papers.scales import FAMILIES, Scale
-from locality_papers.specs import Figure, Panel, Series, experiment
+from locality.analysis.pictures import Pictures, capture_pictures, validation_sample
+from locality.figures import maps
+from locality.figures.curves import gate_panels, nonlocality_panels
+from locality.layers.position import kernel_size
+from locality.models import build
+from locality.models.variants import variant
+from locality.training.model import initial_model, load_run
+from locality_papers import diagrams
+from locality_papers.convit_tables import add_taught
+from locality_papers.experiment import Experiment, Results, experiment, minus
+from locality_papers.measures import TRAJECTORY, Trajectory, of_layer, summed_rate, trajectory
+from locality_papers.runs import FAMILIES, Scale
+from locality_papers.table import Key
 
 GATES_FALL = 0.731
 """From σ(1), the initial gate, to 0, reached by the mean gate of layers 6 to 10 (§4, p. 8)."""
-
-
-class Trajectory:
-    """The values of `TRAJECTORY` as arrays.
-
-    Attributes:
-        nonlocality: (layers, snapshots).
-        growth: nonlocality at the end − before the first step, (layers,).
-        early_drop: nonlocality before the first step − early in training, (layers,).
-        gates: σ(λ), mean over heads, (gated layers, snapshots).
-    """
-
-    def __init__(self, found: Mapping[str, Any]) -> None:
-        gates = [each["gates"] for each in found["layers"] if each["gates"] is not None]
-        self.nonlocality = np.array([each["nonlocality"] for each in found["layers"]])
-        self.growth = self.nonlocality[:, -1] - self.nonlocality[:, 0]
-        self.early_drop = self.nonlocality[:, 0] - self.nonlocality[:, found["early"]]
-        self.gates = np.array([[fmean(heads) for heads in layer] for layer in gates])
-
-
-def reducer(
-    trajectory: Quantity, unit: str = "tokens"
-) -> Callable[[Callable[..., float]], Quantity]:
-    """A function that turns a reduction (trajectory → number) into a quantity."""
-    return lambda number: combined(lambda found: number(Trajectory(found)), trajectory, unit=unit)
-
 
 EMPTIED = 3.2
 """Decrease of λ that brings a gate near 0: σ(1 − 3.2) = 0.1."""
@@ -49,141 +30,264 @@ EMPTIED = 3.2
 
 def reach(s: Scale) -> float:
     """About how far λ can move in a run: the sum of its learning rates."""
-    return summed_rate(s.runs("ConViT-S", seeds=s.seeds[:1])[0].config).evaluate({}).at(0)
+    return summed_rate(s.runs("ConViT-S", seeds=s.seeds[:1])[0].config)
 
 
-def _over_training(title: str, y_label: str, lines: list[Line], trajectory: Quantity) -> Panel:
-    series = tuple(
-        Series(each.label, combined(each.curve, trajectory), each.colour, each.dashed, each.band)
-        for each in lines
-    )
-    return Panel(title, "epochs", y_label, series)
+def _nonlocality(*rows: tuple[str, Key]) -> Callable[[Results], list[dict[str, Any]]]:
+    """Panels of nonlocality over training by title, for those that have values."""
+
+    def panels(of: Results) -> list[dict[str, Any]]:
+        known = [(title, of.by_seed(key)) for title, key in rows]
+        return nonlocality_panels([pair for pair in known if pair[1]])
+
+    return panels
 
 
-def _nonlocality_panel(s: Scale, role: str, trajectory: Quantity, title: str = "") -> Panel:
-    lines = nonlocality_lines(s.architecture(role).depth)
-    return _over_training(title or s.called(role), "nonlocality (tokens)", lines, trajectory)
+def _gates(*keys: Key) -> Callable[[Results], list[dict[str, Any]]]:
+    def panels(of: Results) -> list[dict[str, Any]]:
+        known = [of.by_seed(key) for key in keys]
+        return [panel for seeds in known if seeds for panel in gate_panels(seeds)]
 
-
-def _gate_panels(s: Scale, size: str) -> tuple[Panel, ...]:
-    """One panel per gated layer."""
-    role = f"ConViT-{size}"
-    trajectory = s.measured(TRAJECTORY, role, seeds=s.seeds_of(size))
-    model = s.architecture(role)
-    return tuple(
-        _over_training(
-            f"{s.called(role)}\nlayer {n + 1}",
-            "gate σ(λ)",
-            gate_lines(n, model.num_heads),
-            trajectory,
-        )
-        for n in range(model.gpsa_layers)
-    )
+    return panels
 
 
 @experiment("convit/figure-5", "Nonlocality over training, DeiT-S and ConViT-S")
-def figure_5(s: Scale) -> Figure:
+def figure_5(t: Experiment, s: Scale) -> None:
     """Eq. 8 by layer, from snapshots."""
-    gated = s.architecture("ConViT-S").gpsa_layers
-    found = {role: s.measured(TRAJECTORY, role) for role in ("DeiT-S", "ConViT-S")}
-    deit, convit = map(reducer, found.values())
+    t.about = "Nonlocality (Eq. 8) of each layer over training."
+    depth, gated = s.architecture("DeiT-S").depth, s.architecture("ConViT-S").gpsa_layers
+    where = "§4, p. 7, Fig. 5"
+    for role in ("DeiT-S", "ConViT-S"):
+        t.run(role, "trajectory", TRAJECTORY, role)
 
-    def end(number: Callable[..., Quantity]) -> Quantity:
-        return number(lambda of: fmean(of.nonlocality[:gated, -1]))
+    def number(role: str, name: str, of: Callable[[Trajectory], float]) -> Key:
+        return t.run(role, name, trajectory(name, of), role)
 
-    asked = {
-        "Does DeiT become more local early in training?": deit(lambda of: fmean(of.early_drop)),
-        "Does DeiT's first layer stay more local than it started?": deit(lambda of: -of.growth[0]),
-        "Does DeiT's last layer end less local than its first?": deit(
-            lambda of: of.nonlocality[-1, -1] - of.nonlocality[0, -1]
-        ),
-        "Do ConViT's gated layers leave locality?": convit(lambda of: fmean(of.growth[:gated])),
-        "Do ConViT's gated layers end more local than DeiT's?": end(deit) - end(convit),
-    }
-    return Figure(
-        tuple(_nonlocality_panel(s, *each) for each in found.items()),
-        about="Nonlocality (Eq. 8) of each layer over training.",
-        questions={"§4, p. 7, Fig. 5": asked},
+    def ask(text: str, key: Key) -> None:
+        t.ask(where, text, lambda v: v[key], unit="tokens")
+
+    t.panels = [
+        _nonlocality(*((s.called(role), (role, "trajectory")) for role in ("DeiT-S", "ConViT-S")))
+    ]
+    early = number("DeiT-S", "early drop", lambda of: fmean(of.early_drop))
+    ask("Does DeiT become more local early in training?", early)
+    first = number("DeiT-S", "first layer's drop", lambda of: -of.growth[0])
+    ask("Does DeiT's first layer stay more local than it started?", first)
+    last = number(
+        "DeiT-S", "last less first", lambda of: of.nonlocality[-1, -1] - of.nonlocality[0, -1]
+    )
+    ask("Does DeiT's last layer end less local than its first?", last)
+    for n in range(depth):
+        key = number("DeiT-S", f"late growth {n}", of_layer("late_growth", n))
+        ask(f"After the early phase, does DeiT's layer {n + 1} become less local?", key)
+    late = number("ConViT-S", "late climb", lambda of: fmean(of.late_growth[:gated]))
+    ask("Do ConViT's gated layers climb late in training?", late)
+    for n in range(gated):
+        key = number("ConViT-S", f"growth {n}", of_layer("growth", n))
+        ask(f"Does ConViT's gated layer {n + 1} leave locality?", key)
+    ends = [
+        number(role, "end", lambda of: fmean(of.nonlocality[:gated, -1]))
+        for role in ("DeiT-S", "ConViT-S")
+    ]
+    t.ask(
+        where, "Do ConViT's gated layers end more local than DeiT's?", minus(*ends), unit="tokens"
     )
 
 
 @experiment("convit/figure-6", "Gates over training, ConViT-S")
-def figure_6(s: Scale) -> Figure:
+def figure_6(t: Experiment, s: Scale) -> None:
     """σ(λ) of each head, layer by layer."""
-    gate = reducer(s.measured(TRAJECTORY, "ConViT-S"), unit="of attention")
+    gated = s.architecture("ConViT-S").gpsa_layers
     # An odd layer in the middle belongs to neither half.
-    half = max(1, s.architecture("ConViT-S").gpsa_layers // 2)
-    fall = gate(lambda of: fmean(of.gates[-half:, 0] - of.gates[-half:, -1]))
-    asked = {
-        "Do gates of the deeper half fall?": fall.stated(GATES_FALL),
-        "Does the deeper half end with less positional attention than the first?": gate(
-            lambda of: fmean(of.gates[:half, -1]) - fmean(of.gates[-half:, -1])
-        ),
-    }
-    return Figure(
-        _gate_panels(s, "S"),
-        about="Gate σ(λ) of each head; black: mean over heads. In the paper the mean gate of the "
-        "deeper half falls from σ(1) = 0.731 to 0; here the deeper half is the last "
-        f"{half} of {s.architecture('ConViT-S').gpsa_layers} gated layers.",
-        questions={"§4, pp. 7–8, Fig. 6": asked},
+    half = max(1, gated // 2)
+    t.about = (
+        f"Gate σ(λ) of each head; black: mean over heads. In the paper the mean gate of the "
+        f"deeper half falls from σ(1) = 0.731 to 0; here the deeper half is the last {half} of "
+        f"{gated} gated layers."
     )
+    where, row, unit = "§4, pp. 7–8, Fig. 6", "ConViT-S", "of attention"
+    t.run(row, "trajectory", TRAJECTORY, row)
+    t.panels = [_gates((row, "trajectory"))]
+    fall = trajectory("fall", lambda of: fmean(of.gates[-half:, 0] - of.gates[-half:, -1]))
+    key = t.run(row, "fall", fall, row)
+    task = (
+        "" if s.comparable else "position tells the digit; where it does not, see beyond/shuffled"
+    )
+    t.ask(
+        where, "Do gates of the deeper half fall?", lambda v: v[key], unit=unit, paper=GATES_FALL,
+        task=task,
+    )  # fmt: skip
+    spread = trajectory(
+        "halves", lambda of: fmean(of.gates[:half, -1]) - fmean(of.gates[-half:, -1])
+    )
+    other = t.run(row, "halves", spread, row)
+    text = "Does the deeper half end with less positional attention than the first?"
+    t.ask(where, text, lambda v: v[other], unit=unit)
 
 
 @experiment("convit/figure-10", "Nonlocality of DeiT-S with and without distillation")
-def figure_10(s: Scale) -> Figure:
+def figure_10(t: Experiment, s: Scale) -> None:
     """Trajectories with and without distillation."""
-    found = {"no": s.measured(TRAJECTORY, "DeiT-S"), "hard": with_teacher(s, TRAJECTORY, "DeiT-S")}
-    alone, distilled = map(reducer, found.values())
-
-    def end(number: Callable[..., Quantity]) -> Quantity:
-        return number(lambda of: fmean(of.nonlocality[:, -1]))
-
-    asked = {"Does a convolutional teacher leave DeiT more local?": end(alone) - end(distilled)}
-    panels = tuple(
-        _nonlocality_panel(s, "DeiT-S", trajectory, f"{label} distillation")
-        for label, trajectory in found.items()
-    )
-    return Figure(
-        panels,
-        about="Nonlocality (Eq. 8) of each layer of DeiT.",
-        questions={"app. B, Fig. 10": asked},
-    )
+    t.about = "Nonlocality (Eq. 8) of each layer of DeiT."
+    end = trajectory("end", lambda of: fmean(of.nonlocality[:, -1]))
+    for column, measure in (("trajectory", TRAJECTORY), ("end", end)):
+        t.run("no", column, measure, "DeiT-S")
+        add_taught(t, s, ("hard", column), measure, "DeiT-S")
+    titles = ((f"{row} distillation", (row, "trajectory")) for row in ("no", "hard"))
+    t.panels = [_nonlocality(*titles)]
+    text = "Does a convolutional teacher leave DeiT more local?"
+    t.ask("app. B, Fig. 10", text, minus(("no", "end"), ("hard", "end")), unit="tokens")
 
 
 @experiment("convit/figure-13", "Nonlocality of the tiny and base models")
-def figure_13(s: Scale) -> Figure:
+def figure_13(t: Experiment, s: Scale) -> None:
     """As Fig. 5."""
+    t.about = "Nonlocality (Eq. 8) of each layer; sizes are compared by its increase."
     roles = [f"{family}-{size}" for size in ("Ti", "B") for family in FAMILIES[::-1]]
-    found = {role: s.measured(TRAJECTORY, role, seeds=s.few_seeds) for role in roles}
-    mean = {role: reducer(of)(lambda of: fmean(of.growth)) for role, of in found.items()}
-    asked = {
-        f"Does the larger {family} become less local?": mean[f"{family}-B"] - mean[f"{family}-Ti"]
-        for family in FAMILIES
-    }
-    return Figure(
-        tuple(_nonlocality_panel(s, *each) for each in found.items()),
-        about="Nonlocality (Eq. 8) of each layer; sizes are compared by its increase.",
-        questions={"app. D, Fig. 13": asked},
-    )
+    growth = trajectory("growth", lambda of: fmean(of.growth))
+    for role in roles:
+        t.run(role, "trajectory", TRAJECTORY, role, seeds=s.few_seeds)
+        t.run(role, "growth", growth, role, seeds=s.few_seeds)
+    t.panels = [
+        _nonlocality(
+            *((s.called(role), (role, "trajectory")) for role in roles if role in s.models)
+        )
+    ]
+    for family in FAMILIES:
+        effect = minus((f"{family}-B", "growth"), (f"{family}-Ti", "growth"))
+        text = f"Does the larger {family} become less local?"
+        t.ask("app. D, Fig. 13", text, effect, unit="tokens")
 
 
 @experiment("convit/figure-14", "Gates of the tiny and base models")
-def figure_14(s: Scale) -> Figure:
+def figure_14(t: Experiment, s: Scale) -> None:
     """As Fig. 6."""
-    found = {
-        size: s.measured(TRAJECTORY, f"ConViT-{size}", seeds=s.few_seeds)
-        for size in ("Ti", "S", "B")
-    }
-    # Of ten gated layers all but the first 4 in Ti, 5 in S and 6 in B end near 0 (app. D).
-    ends = {
-        size: reducer(of, unit="of attention")(lambda of: fmean(of.gates[:, -1])).stated(
-            GATES_FALL * (4 + n) / 10
-        )
-        for n, (size, of) in enumerate(found.items())
-    }
-    asked = {"Does the larger ConViT keep more positional attention?": ends["B"] - ends["Ti"]}
-    return Figure(
-        (*_gate_panels(s, "Ti"), *_gate_panels(s, "B")),
-        about="Gate σ(λ) of each head.",
-        questions={"§4, p. 8, and app. D, Fig. 14": asked},
+    t.about = "Gate σ(λ) of each head."
+    end = trajectory("end", lambda of: fmean(of.gates[:, -1]))
+    for size in ("Ti", "B"):
+        role = f"ConViT-{size}"
+        t.run(role, "trajectory", TRAJECTORY, role, seeds=s.few_seeds)
+        t.run(role, "end", end, role, seeds=s.few_seeds)
+    t.panels = [_gates(("ConViT-Ti", "trajectory"), ("ConViT-B", "trajectory"))]
+    # Of ten gated layers all but the first 4 in Ti and 6 in B end near 0 (app. D).
+    t.ask(
+        "§4, p. 8, and app. D, Fig. 14",
+        "Does the larger ConViT keep more positional attention?",
+        minus(("ConViT-B", "end"), ("ConViT-Ti", "end")),
+        unit="of attention",
+        paper=GATES_FALL * (6 - 4) / 10,
     )
+
+
+# -- maps and architecture -------------------------------------------------------------------------
+
+_AVERAGED_IMAGES = 100
+_OTHER_IMAGES = range(1, 4)
+
+
+@experiment("convit/figure-4", "Architecture of the ConViT")
+def figure_4(t: Experiment, s: Scale) -> None:
+    """Drawn from the paper's models; independent of the scale."""
+    t.about = "Layers, tokens and widths, read from the models."
+
+    def draw() -> Any:
+        deit, convit = build("deit_small"), build("convit_small")
+        columns = {"ViT (DeiT-S)": diagrams.outline(deit), "ConViT-S": diagrams.outline(convit)}
+        layer = diagrams.gated_layer(convit.blocks[0].attn)  # type: ignore[index, union-attr]
+        return diagrams.draw_columns(columns | {"GPSA layer (Eq. 6–7)": layer})
+
+    t.draw = draw
+
+
+def corner_heads(num_heads: int) -> list[int]:
+    """The heads of a kernel's corners as in ConViT's Fig. 3: (−, +), (−, −), (+, +), (+, −)."""
+    k = kernel_size(num_heads)
+    return [k - 1, 0, k * k - 1, k * (k - 1)]
+
+
+@experiment("convit/figure-3", "Convolutional initialisation of positional attention")
+def figure_3(t: Experiment, s: Scale) -> None:
+    """Attention maps of untrained layers: self-attention, and PSA at two strengths."""
+    t.about = (
+        "Untrained layers on one image; the four heads are the corners of the kernel, in the "
+        "paper's order. Self-attention (b) follows shapes, PSA at α = 0.5 (c) and 2 (d) positions."
+    )
+    config = s.runs("ConViT-S", seeds=s.seeds[:1])[0].config
+    name, fields = config.model.name, config.model.fields
+
+    def draw() -> Any:
+        shape: Any = variant(name).config.with_overrides(**fields)
+        image, heads = validation_sample(config, shape.img_size, 1), corner_heads(shape.num_heads)
+        return maps.initial_maps(image, name, fields, seed=config.seed, heads=heads)
+
+    t.draw = draw
+
+
+def run_pictures(folder: Path | str, count: int, trained: bool = True) -> Pictures:
+    """Attention of a run's model from the centre patch of its first validation images.
+
+    Args:
+        folder: the run folder.
+        count: number of images.
+        trained: use the trained model, else the initial one.
+    """
+    model, config = load_run(folder)
+    model = model if trained else initial_model(folder)
+    return capture_pictures(model, validation_sample(config, model.img_size, count))
+
+
+def _maps_figure(t: Experiment, s: Scale, size: str, images: Sequence[int]) -> None:
+    roles = [f"DeiT-{size}", f"ConViT-{size}"]
+    t.drawn = tuple(s.runs(role, seeds=s.seeds[:1])[0] for role in roles)
+    layers = (1, s.architecture(roles[1]).gpsa_layers - 1)
+    t.about = (
+        f"Attention from the centre patch in layers 2 and {layers[1] + 1}. Colours are "
+        f"logarithmic; frames go from white (content) to red (position)."
+    )
+
+    def draw() -> Any:
+        captured = [run_pictures(run.folder, max(images) + 1) for run in t.drawn]
+        return maps.maps(
+            list(zip(map(s.called, roles), captured, strict=True)), layers, image=images
+        )
+
+    t.draw = draw
+
+
+@experiment("convit/figure-7", "Attention maps of DeiT-Ti and ConViT-Ti")
+def figure_7(t: Experiment, s: Scale) -> None:
+    """On one image."""
+    _maps_figure(t, s, "Ti", [0])
+
+
+@experiment("convit/figure-16", "More attention maps of DeiT-Ti and ConViT-Ti")
+def figure_16(t: Experiment, s: Scale) -> None:
+    """On other images."""
+    _maps_figure(t, s, "Ti", _OTHER_IMAGES)
+
+
+@experiment("convit/figure-15", "Mean attention maps of DeiT before and after training")
+def figure_15(t: Experiment, s: Scale) -> None:
+    """Averages over images."""
+    t.drawn = s.runs("DeiT-Ti", seeds=s.few_seeds[:1])
+    deep = max(1, round(0.75 * s.architecture("DeiT-Ti").depth))
+    t.about = (
+        f"Attention from the centre patch, averaged over {_AVERAGED_IMAGES} images, in "
+        f"layers 1 and {deep + 1}."
+    )
+
+    def draw() -> Any:
+        (run,) = t.drawn
+        captured = [
+            ("before training", run_pictures(run.folder, _AVERAGED_IMAGES, trained=False)),
+            ("after", run_pictures(run.folder, _AVERAGED_IMAGES)),
+        ]
+        return maps.maps(captured, (0, deep), image=None)
+
+    t.draw = draw
+
+
+@experiment("convit/figure-17", "Attention maps of DeiT-S and ConViT-S")
+def figure_17(t: Experiment, s: Scale) -> None:
+    """As Fig. 16."""
+    _maps_figure(t, s, "S", _OTHER_IMAGES)

@@ -1,4 +1,4 @@
-"""ConViT's tables of accuracy: their runs and measures."""
+"""ConViT's tables."""
 
 from __future__ import annotations
 
@@ -10,86 +10,69 @@ from locality.figures.charts import percent
 from locality.models import variant
 from locality.runner.runs import Run
 from locality.training import replace
-from locality_papers.measures import (
-    INFERENCE_SPEED,
-    TOP1,
-    TOP5,
-    Measure,
-    Quantity,
-    absent,
-    combined,
-    masked_top1,
+from locality_papers.experiment import (
+    STANDARD,
+    Column,
+    Experiment,
+    experiment,
+    largest,
+    minus,
     relative_gain,
 )
-from locality_papers.scales import FAMILIES, FRACTIONS, Scale, variation
-from locality_papers.specs import Column, Table, as_printed, experiment, standard_columns
+from locality_papers.measures import INFERENCE_SPEED, TOP1, TOP5, count_role, masked_top1
+from locality_papers.runs import FAMILIES, FRACTIONS, Scale, variation
+from locality_papers.table import Key, Measure
 
 
 @experiment("convit/table-1", "ConViT and DeiT of six sizes")
-def table_1(s: Scale) -> Table:
+def table_1(t: Experiment, s: Scale) -> None:
     """Parameters, cost, speed and accuracy of each size."""
-    sizes = {f"{f}-{size}": s.seeds_of(size) for size in s.sizes for f in ("DeiT", "ConViT")}
-    measures = {"speed": INFERENCE_SPEED, "top1": TOP1, "top5": TOP5}
-    found = s.cells(
-        {role: {"role": role, "seeds": seeds} for role, seeds in sizes.items()},
-        {metric: {"measure": measure} for metric, measure in measures.items()},
-    )
-    cells = as_printed("convit/table-1", {role: s.counted(role) | of for role, of in found.items()})
-    top1 = {role: of["top1"] for role, of in cells.items()}
-    asked = {
-        f"Is ConViT-{size} above DeiT-{size}?": top1[f"ConViT-{size}"] - top1[f"DeiT-{size}"]
-        for size in s.sizes
-    }
-    larger = absent("the models of this scale do not have the paper's relative sizes")
+    t.about = "Accuracy, size and speed of ConViT and DeiT, all trained from scratch."
+    speed, top5 = Column("images/s, inference", "", 0), Column("top-5")
+    t.columns = STANDARD | {"speed": speed, "top5": top5}
+    for size in s.sizes:
+        for family in ("DeiT", "ConViT"):
+            role = f"{family}-{size}"
+            count_role(t, s, role, role)
+            for column, measure in (("speed", INFERENCE_SPEED), ("top1", TOP1), ("top5", TOP5)):
+                t.run(role, column, measure, role, seeds=s.seeds_of(size))
+        if size != "S" or s.comparable:  # elsewhere the same runs as Table 2's
+            effect = minus((f"ConViT-{size}", "top1"), (f"DeiT-{size}", "top1"))
+            t.ask("§3, p. 6", f"Is ConViT-{size} above DeiT-{size}?", effect)
     if s.comparable:
-        larger = top1["ConViT-S+"] - top1["DeiT-B"]
-    return Table(
-        cells,
-        {
-            **standard_columns("parameters", "flops"),
-            "speed": Column("images/s, inference", "", 0),
-            **standard_columns("top1"),
-            "top5": Column("top-5"),
-        },
-        about="Accuracy, size and speed of ConViT and DeiT, all trained from scratch.",
-        questions={"§3, p. 6": asked | {"Is ConViT-S+ above the larger DeiT-B?": larger}},
-    )
+        effect = minus(("ConViT-S+", "top1"), ("DeiT-B", "top1"))
+        t.ask("§3, p. 6", "Is ConViT-S+ above the larger DeiT-B?", effect)
 
 
 @experiment("convit/table-2", "Sample efficiency: ConViT-S and DeiT-S on parts of the data")
-def table_2(s: Scale) -> Table:
+def table_2(t: Experiment, s: Scale) -> None:
     """Accuracy on fractions of the training images, and the relative gain of ConViT."""
-    fractions = {percent(fraction): {"fraction": fraction} for fraction in s.fractions}
-    measures = {
-        f"{role}/{m.name}": {"role": role, "measure": m}
-        for m in (TOP1, TOP5)
-        for role in ("DeiT-S", "ConViT-S")
-    }
-    cells = as_printed("convit/table-2", s.cells(fractions, measures))
-    for of in cells.values():
-        for m in (TOP1, TOP5):
-            pair = of[f"ConViT-S/{m.name}"], of[f"DeiT-S/{m.name}"]
-            of[f"gap/{m.name}"] = relative_gain(*pair)
-    asked = {
-        f"With {part} of the images, is ConViT above DeiT?": of["ConViT-S/top1"] - of["DeiT-S/top1"]
-        for part, of in cells.items()
-    }
-    fewest, most = (cells.get(percent(fraction)) for fraction in (FRACTIONS[0], FRACTIONS[-1]))
-    if fewest and most:
-        asked["Is ConViT's relative gain larger with few images than with many?"] = (
-            fewest["gap/top1"] - most["gap/top1"]
-        )
-    return Table(
-        cells,
-        {
-            f"{of}/{m.name}": Column(f"{name}, {title}", signed=of == "gap")
-            for m, title in ((TOP1, "top-1"), (TOP5, "top-5"))
-            for of, name in (("DeiT-S", "DeiT"), ("ConViT-S", "ConViT"), ("gap", "gap"))
-        },
-        about="Trained on a fraction of each class's images, with equal numbers of images shown. "
-        "The gap is ConViT's gain in per cent of DeiT's accuracy.",
-        questions={"§3, p. 6, Table 2": asked},
+    where = "§3, p. 6, Table 2"
+    t.about = (
+        "Trained on a fraction of each class's images, with equal numbers of images shown. "
+        "The gap is ConViT's gain in per cent of DeiT's accuracy."
     )
+    for title, measure in (("top-1", TOP1), ("top-5", TOP5)):
+        deit, convit, gap = (f"{of}/{measure.name}" for of in ("DeiT-S", "ConViT-S", "gap"))
+        t.columns[deit] = Column(f"DeiT, {title}")
+        t.columns[convit] = Column(f"ConViT, {title}")
+        t.columns[gap] = Column(f"gap, {title}", signed=True)
+        for part, fraction in zip(map(percent, s.fractions), s.fractions, strict=True):
+            for column in (deit, convit):
+                role = column.partition("/")[0]
+                t.run(part, column, measure, role, fraction=fraction)
+            t.derive(part, gap, relative_gain((part, convit), (part, deit)))
+    for part in map(percent, s.fractions):
+        effect = minus((part, "ConViT-S/top1"), (part, "DeiT-S/top1"))
+        t.ask(where, f"With {part} of the images, is ConViT above DeiT?", effect)
+    fewest, most = percent(FRACTIONS[0]), percent(FRACTIONS[-1])
+    if {fewest, most} <= set(map(percent, s.fractions)):
+        t.ask(
+            where,
+            "Is ConViT's relative gain larger with few images than with many?",
+            minus((fewest, "gap/top1"), (most, "gap/top1")),
+            unit="% of DeiT's accuracy",
+        )
 
 
 _UNGATED = {"freeze_gating": True, "gating_init": 0.0}
@@ -109,44 +92,48 @@ at 0 (footnote 4)."""
 
 
 @experiment("convit/table-3", "Ablation of gating, convolutional initialisation and GPSA")
-def table_3(s: Scale) -> Table:
+def table_3(t: Experiment, s: Scale) -> None:
     """Rows a to g on all data and on 10%."""
-    parts = {"full": 1.0, "10%": 0.1}
-    columns = {part: {"measure": TOP1, "fraction": fraction} for part, fraction in parts.items()}
-    cells = as_printed("convit/table-3", s.cells(INGREDIENTS, columns))
-    full, tenth = ({label[0]: of[part] for label, of in cells.items()} for part in parts)
-    for label, of in cells.items():
-        if label != "e: DeiT":
-            of |= {f"{part} over e": of[part] - cells["e: DeiT"][part] for part in parts}
-    asked = {
-        "With all images, does positional attention alone help (d, e)?": full["d"] - full["e"],
-        "With all images, does convolutional initialisation add to that (b, d)?": full["b"]
-        - full["d"],
-        "With all images, are frozen convolutions above frozen random attention (f, g)?": full["f"]
-        - full["g"],
-        "With 10%, does positional attention alone help (d, e)?": tenth["d"] - tenth["e"],
-        "With 10%, does gating add to that (c, d)?": tenth["c"] - tenth["d"],
-        "With 10%, does a convolutional start add to it (b, d)?": tenth["b"] - tenth["d"],
-        "With 10%, are both together above either alone (a, b and c)?": combined(
-            lambda a, b, c: a - max(b, c), tenth["a"], tenth["b"], tenth["c"]
-        ),
-        "With 10%, are frozen convolutions above attention (f, e)?": tenth["f"] - tenth["e"],
-    }
-    return Table(
-        cells,
-        {
-            "full": Column("all data"),
-            "full over e": Column("over e", signed=True),
-            "10%": Column("10% of the data"),
-            "10% over e": Column("over e, 10%", signed=True),
+    t.about = "Top-1 of ConViT with components frozen or removed; e is DeiT."
+    a, b, c, d, e, f, g = INGREDIENTS
+    for part, name, fraction in (("full", "all data", 1.0), ("10%", "10% of the data", 0.1)):
+        t.columns[part] = Column(name)
+        t.columns[f"{part} over e"] = Column(
+            "over e" if part == "full" else "over e, 10%", signed=True
+        )
+        for label, row in INGREDIENTS.items():
+            t.run(label, part, TOP1, **row, fraction=fraction)
+            if label != e:
+                t.derive(label, f"{part} over e", minus((label, part), (e, part)))
+    questions = {
+        "full": {
+            "With all images, does positional attention alone help (d, e)?": (d, e),
+            "With all images, does convolutional initialisation add to that (b, d)?": (b, d),
+            "With all images, are frozen convolutions above random attention (f, g)?": (f, g),
         },
-        about="Top-1 of ConViT with components frozen or removed; e is DeiT.",
-        questions={"§4, pp. 8–9, Table 3": asked},
+        "10%": {
+            "With 10%, does positional attention alone help (d, e)?": (d, e),
+            "With 10%, does gating add to that (c, d)?": (c, d),
+            "With 10%, does a convolutional start add to it (b, d)?": (b, d),
+            "With 10%, are frozen convolutions above attention (f, e)?": (f, e),
+        },
+    }  # fmt: skip
+    where = "§4, pp. 8–9, Table 3"
+    for part, asked in questions.items():
+        for text, (first, second) in asked.items():
+            t.ask(where, text, minus((first, part), (second, part)))
+    t.ask(
+        where,
+        "With 10%, are both together above either alone (a, b and c)?",
+        lambda v: v[a, "10%"] - largest(v[b, "10%"], v[c, "10%"]),
     )
+    # "Surprisingly", the paper finds frozen convolutions nearly as good as attention.
+    effect = minus((e, "full"), (f, "full"))
+    t.ask(where, "With all images, is attention above frozen convolutions (e, f)?", effect)
 
 
-def with_teacher(s: Scale, measure: Measure, role: str) -> Quantity:
-    """A measure of runs distilled from the scale's teacher, for Table 4 and Fig. 10.
+def add_taught(t: Experiment, s: Scale, key: Key, measure: Measure, role: str) -> None:
+    """Add a measure of runs distilled from the scale's teacher, for Table 4 and Fig. 10.
 
     The teacher is trained twice as long, on training images that the students do not see.
     """
@@ -155,7 +142,8 @@ def with_teacher(s: Scale, measure: Measure, role: str) -> Quantity:
     if not s.comparable:
         seen = base.data.train_part[1]
         if seen == 1.0:
-            return absent("the students use all training images; none are left for a teacher")
+            t.missing(*key, "the students use all images; none are left for a teacher")
+            return
         settings: dict[str, Any] = {
             "model.name": s.teacher,
             "model.img_size": base.model.img_size or variant(base.model.name).config.img_size,
@@ -165,7 +153,8 @@ def with_teacher(s: Scale, measure: Measure, role: str) -> Quantity:
             **base.schedule.lasting(2),
         }
         needs = (s.run(replace(base, settings), f"teacher {s.teacher}"),)
-    return s.measured(
+    t.run(
+        *key,
         measure,
         role,
         objective__teacher=str(needs[0].folder) if needs else s.teacher,
@@ -176,94 +165,101 @@ def with_teacher(s: Scale, measure: Measure, role: str) -> Quantity:
 
 
 @experiment("convit/table-4", "Hard distillation from a convolutional teacher")
-def table_4(s: Scale) -> Table:
+def table_4(t: Experiment, s: Scale) -> None:
     """Accuracy with and without a teacher."""
-    # The paper's comparison of unequal sizes is only meaningful with its models.
-    roles = ("DeiT-S", *(("DeiT-B",) if s.comparable else ()), "ConViT-S+")
-    cells = as_printed(
-        "convit/table-4",
-        {
-            role: {"none": s.measured(TOP1, role), "hard": with_teacher(s, TOP1, role)}
-            for role in roles
-        },
+    t.about = (
+        f"Half of the target is the prediction of the teacher ({s.teacher}), which was "
+        f"trained on other images than the students."
     )
-    for of in cells.values():
-        of["gain"] = of["hard"] - of["none"]
-    deit, convit = cells["DeiT-S"]["gain"], cells["ConViT-S+"]["gain"]
-    asked = {
-        "Does distillation help DeiT?": deit,
-        "Does distillation help ConViT?": convit,
-        "Does DeiT gain more from a teacher than ConViT?": deit - convit,
+    t.columns = {
+        "none": Column("no distillation"),
+        "hard": Column("hard distillation"),
+        "gain": Column("gain", signed=True),
     }
-    return Table(
-        cells,
-        {
-            "none": Column("no distillation"),
-            "hard": Column("hard distillation"),
-            "gain": Column("gain", signed=True),
-        },
-        about=f"Half of the target is the prediction of the teacher ({s.teacher}), which was "
-        f"trained on other images than the students.",
-        questions={"app. B": asked},
-    )
+    # The paper's comparison of unequal sizes is only meaningful with its models.
+    for role in ("DeiT-S", *(("DeiT-B",) if s.comparable else ()), "ConViT-S+"):
+        t.run(role, "none", TOP1, role)
+        add_taught(t, s, (role, "hard"), TOP1, role)
+        t.derive(role, "gain", minus((role, "hard"), (role, "none")))
+    deit, convit = ("DeiT-S", "gain"), ("ConViT-S+", "gain")
+    t.ask("app. B", "Does distillation help DeiT?", lambda v: v[deit])
+    t.ask("app. B", "Does distillation help ConViT?", lambda v: v[convit])
+    t.ask("app. B", "Does DeiT gain more from a teacher than ConViT?", minus(deit, convit))
 
 
 @experiment("convit/table-5", "Position embedding masked at test time")
-def table_5(s: Scale) -> Table:
+def table_5(t: Experiment, s: Scale) -> None:
     """Accuracy of trained models without their absolute position embedding."""
-    masked = masked_top1("position embedding masked", position_embedding_off)
-    rows = {f"{family}-{s.masked_size}": f"{family}-Ti" for family in FAMILIES[::-1]}
-    found = s.cells(
-        {role: {"role": role} for role in rows},
-        {"masked": {"measure": masked}, "unmasked": {"measure": TOP1}},
+    t.about = "Top-1 of trained models with and without their absolute position embedding."
+    if s.masked_size != "Ti":
+        t.about += f" The paper's numbers are of its Ti models, ours of size {s.masked_size}."
+    t.columns = {
+        "masked": Column("masked"),
+        "unmasked": Column("no mask"),
+        "loss": Column("loss", signed=True),
+    }
+    measure = masked_top1("position embedding masked", position_embedding_off)
+    deit, convit = (f"{family}-{s.masked_size}" for family in FAMILIES[::-1])
+    for role, printed in ((deit, "DeiT-Ti"), (convit, "ConViT-Ti")):
+        row = role if role == printed else f"{role} (paper: {printed})"
+        t.printed[row] = printed
+        t.run(row, "masked", measure, role)
+        t.run(row, "unmasked", TOP1, role)
+        t.derive(row, "loss", minus((row, "unmasked"), (row, "masked")))
+    first, second = t.printed
+    t.ask(
+        "app. F, Table 5",
+        "Without its position embedding, does DeiT lose more than ConViT?",
+        minus((first, "loss"), (second, "loss")),
     )
-    cells = as_printed("convit/table-5", found, rows)
-    for of in cells.values():
-        of["loss"] = of["unmasked"] - of["masked"]
-    deit, convit = (of["loss"] for of in cells.values())
-    asked = {"Without its position embedding, does DeiT lose more than ConViT?": deit - convit}
-    return Table(
-        cells,
-        {
-            "masked": Column("masked"),
-            "unmasked": Column("no mask"),
-            "loss": Column("loss", signed=True),
-        },
-        rows,
-        about="Top-1 of trained models with and without their absolute position embedding.",
-        questions={"app. F, Table 5": asked},
+    t.ask(
+        "app. F, Table 5",
+        "Does ConViT still lose without its position embedding?",
+        lambda v: v[second, "loss"],
     )
 
 
 @experiment("convit/table-6", "Content or position masked at test time")
-def table_6(s: Scale) -> Table:
+def table_6(t: Experiment, s: Scale) -> None:
     """Accuracy of a trained ConViT with content or position masked in its first layers."""
-    role = f"ConViT-{s.masked_size}"
-
-    def without(part: str, layers: int) -> Quantity:
-        mask = partial(content_off if part == "content" else position_off, layers=layers)
-        return s.measured(masked_top1(f"{part} masked in the first {layers} layers", mask), role)
-
-    rows, found = {}, {}
-    for layers, printed in zip(s.masked_layers, ("3", "5", "10"), strict=True):
-        rows[label := f"first {layers} layers (paper: {printed})"] = printed
-        found[label] = {part: without(part, layers) for part in ("content", "position")}
-        found[label]["none"] = s.measured(TOP1, role)
-    cells = as_printed("convit/table-6", found, rows)
-    *_, every = cells.values()
-    asked = {
-        "Does masking content cost more than masking position?": every["position"]
-        - every["content"]
-    }
-    return Table(
-        cells,
-        {
-            "content": Column("content masked"),
-            "position": Column("position masked"),
-            "none": Column("no mask"),
-        },
-        rows,
-        about="Top-1 of a trained ConViT whose first gated layers attend by position or content "
-        "only.",
-        questions={"app. F, Table 6": asked},
+    t.about = (
+        "Top-1 of a trained ConViT whose first gated layers attend by position or content only."
     )
+    t.columns = {
+        "content": Column("content masked"),
+        "position": Column("position masked"),
+        "none": Column("no mask"),
+    }
+    role, masks = f"ConViT-{s.masked_size}", {"content": content_off, "position": position_off}
+    for layers, printed in zip(s.masked_layers, ("3", "5", "10"), strict=True):
+        row = f"first {layers} layers (paper: {printed})"
+        t.printed[row] = printed
+        for part, mask in masks.items():
+            name = f"{part} masked in the first {layers} layers"
+            t.run(row, part, masked_top1(name, partial(mask, layers=layers)), role)
+        t.run(row, "none", TOP1, role)
+    first, *_, every = t.printed
+    task = "" if s.comparable else _CONTENT_UNUSED
+    where = "app. F, Table 6"
+    t.ask(
+        where,
+        "Does masking content cost more than masking position?",
+        minus((every, "position"), (every, "content")),
+        task=task,
+    )
+    t.ask(
+        where,
+        "Does masking content in all gated layers leave less than in the first?",
+        minus((first, "content"), (every, "content")),
+        task=task,
+    )
+    t.ask(
+        where,
+        "Without position in any gated layer, does much of the accuracy remain (over half)?",
+        lambda v: v[every, "position"] - v[every, "none"] / 2,
+    )
+
+
+_CONTENT_UNUSED = (
+    "at 4×4 tokens position alone tells the digit: content is hardly used, see beyond/shuffled"
+)

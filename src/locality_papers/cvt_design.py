@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -13,42 +13,28 @@ from locality.models import build
 from locality.models.cvt import Projection
 from locality.training.config import ModelConfig
 from locality_papers import diagrams, published
-from locality_papers.measures import TOP1, Quantity, computed
-from locality_papers.scales import PAPERS_MODELS, Scale, counted, variation
-from locality_papers.specs import (
-    Column,
-    Figure,
-    Table,
-    as_printed,
-    experiment,
-    standard_columns,
-)
-
-
-def built(name: str, img_size: int | None = None) -> dict[str, Quantity]:
-    """Size and cost of one of the paper's models, at its own or another image size."""
-    return counted(lambda: (ModelConfig(name, img_size=img_size), 1000))
-
-
-# -- architectures ---------------------------------------------------------------------------------
+from locality_papers.experiment import STANDARD, Column, Experiment, experiment, minus
+from locality_papers.measures import TOP1, count, count_role
+from locality_papers.runs import PAPERS_MODELS, Scale, variation
 
 
 @experiment("cvt/table-1", "Components of the architectures")
-def table_1(s: Scale) -> Table:
+def table_1(t: Experiment, s: Scale) -> None:
     """Counted on the models; independent of the scale."""
-    columns = {
+    t.about = "Counted on our implementation of the paper's models."
+    t.columns = {
         "positions": Column("position embedding (thousands)", ""),
         "overlap": Column("overlap of embedded patches (pixels)", "", 0),
         "projections": Column("convolutional projections", "", 0),
         "grids": Column("token grids", "", 0),
     }
+    for row in ("DeiT-S", "ConViT-S", "CvT-13"):
+        for column in t.columns:
+            t.fixed(row, column, partial(_need, row, column))
 
-    def need(row: str, metric: str) -> Quantity:
-        return computed(lambda: _needs(PAPERS_MODELS[row])[metric])
 
-    rows = ("DeiT-S", "ConViT-S", "CvT-13")
-    cells = {row: {metric: need(row, metric) for metric in columns} for row in rows}
-    return Table(cells, columns, about="Counted on our implementation of the paper's models.")
+def _need(row: str, column: str) -> float:
+    return _needs(PAPERS_MODELS[row])[column]
 
 
 @cache
@@ -57,7 +43,7 @@ def _needs(name: str) -> dict[str, float]:
         model = build(name)
     modules = list(model.modules())
     embed = next(each for each in modules if isinstance(each, nn.Conv2d))
-    positions = [t.numel() for path, t in model.named_parameters() if path.endswith("pos_embed")]
+    positions = [p.numel() for path, p in model.named_parameters() if path.endswith("pos_embed")]
     projections = [each.projection for each in modules if isinstance(each, Projection)]
     return {
         "positions": sum(positions) / 1e3,
@@ -68,28 +54,28 @@ def _needs(name: str) -> dict[str, float]:
 
 
 @experiment("cvt/table-2", "The architectures: parameters and cost")
-def table_2(s: Scale) -> Table:
+def table_2(t: Experiment, s: Scale) -> None:
     """Counted on the models; needs no runs or data."""
-    return Table(
-        {row: built(PAPERS_MODELS[row]) for row in published.rows("cvt/table-2")},
-        standard_columns("parameters") | {"flops": Column("GMACs", "G", 2)},
-        about="The paper's models at 224 pixels; independent of the scale.",
-    )
+    t.about = "The paper's models at 224 pixels; independent of the scale."
+    t.columns = {"parameters": STANDARD["parameters"], "flops": Column("GMACs", "G", 2)}
+    for row in published.rows("cvt/table-2"):
+        config = ModelConfig(PAPERS_MODELS[row])
+        count(t, row, partial(tuple, (config, 1000)))
 
 
 @experiment("cvt/figure-2", "The pipeline of CvT")
-def figure_2(s: Scale) -> Figure:
+def figure_2(t: Experiment, s: Scale) -> None:
     """Drawn from CvT-13; independent of the scale."""
+    t.about = "Layers, tokens and widths of CvT-13."
 
     def draw() -> Any:
         model = build("cvt_13")
-        layer, grid = _last_attention(model)
         columns = {"(a) CvT-13": diagrams.outline(model)}
         return diagrams.draw_columns(
-            columns | {"(b) attention of stage 3": diagrams.projections(layer, grid)}
+            columns | {"(b) attention of stage 3": diagrams.projections(*_last_attention(model))}
         )
 
-    return Figure(draw=draw, about="Layers, tokens and widths of CvT-13.")
+    t.draw = draw
 
 
 def _last_attention(model: Any) -> tuple[Any, Any]:
@@ -97,63 +83,71 @@ def _last_attention(model: Any) -> tuple[Any, Any]:
     return model.stages[-1].blocks[0].attn, model.config.grids(model.img_size)[-1]
 
 
-_PROJECTIONS: dict[str, dict[str, Any]] = {
-    "(a) linear": {"projection": ["linear", "linear", "linear"]},
-    "(b) convolutional": {"kv_stride": 1},
-    "(c) squeezed": {},
-}
-
-
 @experiment("cvt/figure-3", "Linear, convolutional and squeezed projection")
-def figure_3(s: Scale) -> Figure:
+def figure_3(t: Experiment, s: Scale) -> None:
     """Drawn from CvT-13; independent of the scale."""
+    t.about = "Queries, keys and values of a layer of stage 3."
+    projections: dict[str, dict[str, Any]] = {
+        "(a) linear": {"projection": ["linear", "linear", "linear"]},
+        "(b) convolutional": {"kv_stride": 1},
+        "(c) squeezed": {},
+    }
 
     def draw() -> Any:
-        models = {title: build("cvt_13", **fields) for title, fields in _PROJECTIONS.items()}
+        models = {title: build("cvt_13", **fields) for title, fields in projections.items()}
         return diagrams.draw_columns(
             {title: diagrams.projections(*_last_attention(m)) for title, m in models.items()}
         )
 
-    return Figure(draw=draw, about="Queries, keys and values of a layer of stage 3.")
+    t.draw = draw
 
 
-# -- ablations -------------------------------------------------------------------------------------
+# -- ablations: each on all images, and on the scale's fewest --------------------------------------
 
 
-def _ablation(
-    s: Scale,
-    place: str,
-    models: Mapping[str, Mapping[str, Any]],
-    asked: Mapping[str, Callable[..., Quantity]],
-    *metrics: str,
-    about: str,
-) -> Table:
-    """Models with changed fields, by row: their parameters, MACs and accuracy.
+def _ablate(t: Experiment, s: Scale, models: Mapping[str, Mapping[str, Any]], *counts: str) -> None:
+    """Rows of models with changed fields: their size and cost, and accuracy."""
+    t.columns = {name: STANDARD[name] for name in counts} | {"top1": STANDARD["top1"]}
+    least = min(s.fractions)
+    if least < 1 and not s.comparable:
+        t.columns["few"] = Column(f"top-1, {100 * least:g}% of the images")
+    for label, row in models.items():
+        count_role(t, s, label, **row)
+        t.run(label, "top1", TOP1, **row)
+        if "few" in t.columns:
+            t.run(label, "few", TOP1, **row, fraction=least)
 
-    Args:
-        s: the scale.
-        place: the table of §4.4, such as "cvt/table-5".
-        models: label → see `variation`.
-        asked: question → effect, computed from the accuracies of all rows.
-        metrics: the columns.
-        about: see `Spec`.
-    """
-    cells = as_printed(
-        place,
-        {
-            label: s.counted(**row) | {"top1": s.measured(TOP1, **row)}
-            for label, row in models.items()
-        },
-    )
-    top1 = [of["top1"] for of in cells.values()]
-    questions = {text: effect(*top1) for text, effect in asked.items()}
-    where = f"§4.4, Table {place[-1]}"
-    return Table(cells, standard_columns(*metrics), about=about, questions={where: questions})
+
+def _ask(t: Experiment, text: str, *rows: str) -> None:
+    """Is the first row above the second, or its lead over it above that of the next two?"""
+    where = f"§4.4, Table {t.name[-1]}"
+    paper = None
+
+    def effect(column: str) -> Any:
+        lead = minus(*((row, column) for row in rows[:2]))
+        other = minus(*((row, column) for row in rows[2:])) if rows[2:] else None
+        return lead if other is None else lambda v: lead(v) - other(v)
+
+    for column in ("top1", "few"):
+        if column in t.columns:
+            few = "" if column == "top1" else f"{t.columns['few'].name.removeprefix('top-1, ')}: "
+            paper = paper if column == "top1" else _paper(t, rows)
+            t.ask(where, few + text, effect(column), paper=paper)
+
+
+def _paper(t: Experiment, rows: tuple[str, ...]) -> float | None:
+    """The paper's effect on all images."""
+    numbers = [t.cells[row, "top1"].paper for row in rows]
+    if None in numbers:
+        return None
+    first, second, *others = [float(x) for x in numbers if x is not None]
+    return round(first - second - (others[0] - others[1] if others else 0), 6)
 
 
 @experiment("cvt/table-5", "Position embeddings")
-def table_5(s: Scale) -> Table:
+def table_5(t: Experiment, s: Scale) -> None:
     """With and without."""
+    t.about = "Trained with or without position embeddings."
     models = {
         "a: DeiT-S": variation("DeiT-S"),
         "b: DeiT-S, none": variation("DeiT-S", use_pos_embed=False),
@@ -162,53 +156,52 @@ def table_5(s: Scale) -> Table:
         "e: CvT-13, last stage": variation("CvT-13", position="last"),
         "f: CvT-13, none": variation("CvT-13"),
     }
-    asked = {
-        "Does DeiT need its position embedding?": lambda a, b, *_: a - b,
-        "Does DeiT need its position embedding more than CvT?": (
-            lambda a, b, c, d, e, f: (a - b) - (c - f)
-        ),
-    }
-    about = "Trained with or without position embeddings."
-    return _ablation(s, "cvt/table-5", models, asked, "parameters", "top1", about=about)
+    _ablate(t, s, models, "parameters")
+    a, b, c, d, e, f = models
+    _ask(t, "Does DeiT need its position embedding (a, b)?", a, b)
+    _ask(t, "Without position embeddings, is CvT at least as good (f, c)?", f, c)
+    _ask(t, "Is CvT without them above those in the first stage (f, d)?", f, d)
+    _ask(t, "Is CvT without them above those in the last stage (f, e)?", f, e)
+    _ask(t, "Does DeiT need its position embedding more than CvT?", a, b, c, f)
 
 
 @experiment("cvt/table-6", "Convolutional token embedding")
-def table_6(s: Scale) -> Table:
+def table_6(t: Experiment, s: Scale) -> None:
     """Convolutions or patches."""
+    t.about = (
+        "Token embeddings by convolutions or patches; position embeddings in every stage, as the "
+        "paper's parameter counts imply."
+    )
     models = {
         "a: patches": variation("CvT-13", embedding="patch"),
         "b: patches, position embedding": variation("CvT-13", embedding="patch", position="every"),
         "c: convolutions, position embedding": variation("CvT-13", position="every"),
         "d: convolutions": variation("CvT-13"),
     }
-    asked = {
-        "Is convolutional embedding above patches (d, a)?": lambda a, b, c, d: d - a,
-        "Do position embeddings bring more to patches than to convolutions?": (
-            lambda a, b, c, d: (b - a) - (c - d)
-        ),
-    }
-    about = (
-        "Token embeddings by convolutions or patches; position embeddings in every stage, as the "
-        "paper's parameter counts imply."
-    )
-    return _ablation(s, "cvt/table-6", models, asked, "parameters", "top1", about=about)
+    _ablate(t, s, models, "parameters")
+    a, b, c, d = models
+    _ask(t, "Is convolutional embedding above patches (d, a)?", d, a)
+    _ask(t, "With position embeddings, is convolutional embedding above patches (c, b)?", c, b)
+    _ask(t, "Do patches gain from position embeddings (b, a)?", b, a)
+    _ask(t, "Do position embeddings bring more to patches than to convolutions?", b, a, c, d)
 
 
 @experiment("cvt/table-7", "Stride of the key and value projections")
-def table_7(s: Scale) -> Table:
+def table_7(t: Experiment, s: Scale) -> None:
     """Keys and values squeezed or not."""
+    t.about = "Keys and values on the full grid, or on a quarter of it."
     models = {
         "a: stride 1": variation("CvT-13", kv_stride=1),
         "b: stride 2": variation("CvT-13"),
     }
-    asked = {"Does squeezing keys and values cost accuracy?": lambda a, b: a - b}
-    about = "Keys and values on the full grid, or on a quarter of it."
-    return _ablation(s, "cvt/table-7", models, asked, "parameters", "flops", "top1", about=about)
+    _ablate(t, s, models, "parameters", "flops")
+    _ask(t, "Does squeezing keys and values cost accuracy?", *models)
 
 
 @experiment("cvt/table-8", "Convolutional or linear projection, stage by stage")
-def table_8(s: Scale) -> Table:
+def table_8(t: Experiment, s: Scale) -> None:
     """Convolutional projection in an increasing number of stages."""
+    t.about = "Stages with convolutional projection."
 
     def conv_until(stage: int) -> dict[str, Any]:
         projection = ["conv"] * stage + ["linear"] * (3 - stage)
@@ -220,6 +213,9 @@ def table_8(s: Scale) -> Table:
         "c: stages 1 and 2": conv_until(2),
         "d: all stages": variation("CvT-13"),
     }
-    asked = {"Is convolutional projection above linear?": lambda a, b, c, d: d - a}
-    about = "Stages with convolutional projection."
-    return _ablation(s, "cvt/table-8", models, asked, "top1", about=about)
+    _ablate(t, s, models)
+    a, b, c, d = models
+    _ask(t, "Is convolutional projection above linear (d, a)?", d, a)
+    _ask(t, "Does convolutional projection help in stage 1 (b, a)?", b, a)
+    _ask(t, "Does it help in stage 2 too (c, b)?", c, b)
+    _ask(t, "Does it help in stage 3 too (d, c)?", d, c)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from locality_papers.scales import SCALES, Scale
+from locality_papers.runs import SCALES, Scale
 
 from ..conftest import TINY
 

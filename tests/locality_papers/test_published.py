@@ -9,7 +9,7 @@ from locality.checkpoints.registry import SOURCES
 from locality.errors import UserError
 from locality.models import build, count_macs, count_parameters, list_models
 from locality_papers.published import PUBLISHED, rows
-from locality_papers.scales import PAPERS_MODELS
+from locality_papers.runs import PAPERS_MODELS
 
 TABLES = ("convit/table-1", "cvt/table-2", "cvt/table-3")
 FRACTIONS = ("5%", "10%", "30%", "50%", "100%")

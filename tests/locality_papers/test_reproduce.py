@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +20,10 @@ from locality.training.optim import create_schedule, make_plan
 from locality_papers import published
 from locality_papers.commands import experiment_names
 from locality_papers.convit_tables import INGREDIENTS
-from locality_papers.measures import computed, summed_rate
-from locality_papers.reproduce import experiments, find, list_experiments, reproduce, show_row
-from locality_papers.scales import SCALES, Scale, get_scale
-from locality_papers.specs import Table, printed_row
+from locality_papers.experiment import built
+from locality_papers.measures import summed_rate
+from locality_papers.reproduce import find, list_experiments, names, reproduce, show_row
+from locality_papers.runs import SCALES, get_scale
 
 CONVIT = [*(f"table-{n}" for n in range(1, 7)), "figure-1", "figure-2a", "figure-2b",
           *(f"figure-{n}" for n in range(3, 18))]  # fmt: skip
@@ -33,16 +32,15 @@ CVT = [*(f"table-{n}" for n in range(1, 9)), "nas", *(f"figure-{n}" for n in ran
 
 def test_every_table_and_figure_has_its_name():
     expected = [f"convit/{place}" for place in CONVIT] + [f"cvt/{place}" for place in CVT]
-    names = list(experiments())
-    assert names[: len(expected)] == expected
-    assert all(name.startswith("beyond/") for name in names[len(expected) :])
+    assert names()[: len(expected)] == expected
+    assert all(name.startswith("beyond/") for name in names()[len(expected) :])
     # Known without importing them.
-    assert set(experiment_names()) == {*experiments(), "convit", "cvt", "beyond"}
+    assert set(experiment_names()) == {*names(), "convit", "cvt", "beyond"}
 
 
 def test_names_may_be_a_paper_and_unknown_ones_are_refused_with_the_nearest():
     assert len(find("convit")) == len(CONVIT)
-    assert len(find("all")) == len(experiments())
+    assert len(find("all")) == len(names())
     with pytest.raises(UserError, match="convit/table-3"):
         find("convit/tabel-3")
     with pytest.raises(UserError, match="imagenet"):
@@ -53,38 +51,36 @@ def test_names_may_be_a_paper_and_unknown_ones_are_refused_with_the_nearest():
 
 
 @pytest.fixture(scope="module", params=SCALES)
-def built(request):
-    """All specs at one scale."""
+def every(request):
+    """All experiments at one scale."""
     scale = get_scale(request.param, Path("runs") / request.param)
-    return scale, {name: item.build(scale) for name, item in experiments().items()}
+    return scale, {name: built(name, scale) for name in names()}
 
 
-def test_every_experiment_can_be_built_at_every_scale(built):
-    scale, specs = built
+def cells(results):
+    """The table's numbers by row and column."""
+    of = results.experiment
+    found = {(row, key): results.cell(row, key) for row in of.rows for key in of.columns}
+    return {key: cell for key, cell in found.items() if cell is not None}
+
+
+def is_filled(results):
+    return [key for key, cell in cells(results).items() if cell.estimate is None] == []
+
+
+def test_every_experiment_can_be_built_at_every_scale(every):
+    scale, specs = every
     for name, spec in specs.items():
         for run in spec.runs:
             assert run.folder.parent == scale.root, name
             assert run.config.seed in scale.seeds
             assert all(needed.config.seed in (run.config.seed, 0) for needed in run.needs)
-    papers = [of for spec in specs.values() for where, of in spec.questions.items() if where]
-    asked = [text for of in papers for text in of]
-    assert len(set(asked)) == len(asked) >= 40
+    asked = [(name, each.text) for name, of in specs.items() for each in of.questions if each.where]
+    assert len(set(asked)) == len(asked) >= 55
 
 
-def test_figure_13_asks_whether_larger_models_are_less_local(monkeypatch):
-    def trajectory(scale, measure, role, **choices):
-        end = 2.0 if role.endswith("-B") else 1.0
-        layer = {"nonlocality": [0.0, end], "gates": None}
-        return computed(lambda: {"layers": [layer], "early": 0})
-
-    monkeypatch.setattr(Scale, "measured", trajectory)
-    spec = find("convit/figure-13")[0].build(get_scale("digits", Path("runs")))
-    (asked,) = spec.questions.values()  # "The bigger the model, the more non-local the attention."
-    assert [effect.evaluate({}).at(0) for effect in asked.values()] == [1.0, 1.0]
-
-
-def test_tables_share_their_runs(built):
-    scale, specs = built
+def test_tables_share_their_runs(every):
+    scale, specs = every
     shared = {run.folder for run in specs["convit/table-2"].runs}
     asked = sum(len(with_needs(spec.runs)) for spec in specs.values())
     distinct = {run.folder for spec in specs.values() for run in with_needs(spec.runs)}
@@ -99,13 +95,11 @@ def test_tables_share_their_runs(built):
                                    *(f"cvt/table-{n}" for n in range(2, 9))])  # fmt: skip
 def test_every_published_number_of_a_table_has_its_cell(place):
     scale = get_scale("imagenet", Path("runs"))
-    spec = find(place)[0].build(scale)
-    assert isinstance(spec, Table)
+    spec = built(place, scale)
     shown = {
-        (printed_row(label, spec.rows), metric)
-        for label, of in spec.cells.items()
-        for metric in spec.columns
-        if metric in of
+        (spec.printed.get(row, row.partition(":")[0]), column)
+        for row, column in (*spec.cells, *spec.derived)
+        if column in spec.columns
     }
     left_out = {"heads", "embed_dim", "image_size", "real", "v2"}
     if place == "cvt/table-4":
@@ -121,75 +115,75 @@ def test_every_published_number_of_a_table_has_its_cell(place):
 
 @pytest.mark.slow
 def test_a_table_is_carried_out_measured_and_written(tiny_scale, tmp_path, here):
-    out = tmp_path / "results"
-    (record,) = reproduce("convit/table-5", tiny_scale, out, executor=here, quiet=True)
+    out, file = tmp_path / "results", tmp_path / "tiny.runs.jsonl.gz"
+    given = {"executor": here, "quiet": True, "recorded": file}
+    (found,) = reproduce("convit/table-5", tiny_scale, out, **given)
     assert len(here.performed) == 4
-    cell = record["rows"][1]["cells"][1]
-    assert cell["paper"]["value"] == 73.1
-    assert cell["n"] == 2 and set(cell["by_seed"]) == {"0", "1"}
-    assert record["provenance"]["finished"] == 4
-    assert record["provenance"]["seeds"] == [0, 1]
-    assert torch.__version__.startswith(record["provenance"]["packages"][0]["torch"])
+    row = "ConViT-S (paper: ConViT-Ti)"
+    cell = found.cell(row, "unmasked")
+    assert found.experiment.published(row, "unmasked").value == 73.1
+    assert cell.estimate.n == 2 and set(cell.by_seed) == {0, 1}
     files = {path.name for path in (out / "digits").iterdir()}
-    assert files == {f"convit-table-5.{kind}" for kind in ("json", "md", "csv")}
-    assert json.loads((out / "digits" / "convit-table-5.json").read_text()) == record
+    assert files == {f"convit-table-5.{kind}" for kind in ("md", "csv")}
     # Again, without any run or measurement.
-    again = reproduce("convit/table-5", tiny_scale, out, executor=here, quiet=True)
-    assert len(here.performed) == 4
-    assert again[0]["rows"] == record["rows"]
+    written = file.read_bytes()
+    (again,) = reproduce("convit/table-5", tiny_scale, out, **given)
+    assert len(here.performed) == 4 and cells(again) == cells(found)
+    # On another machine, from the file alone.
+    clone = replace(tiny_scale, root=tmp_path / "clone")
+    (again,) = reproduce("convit/table-5", clone, tmp_path / "b", **given)
+    assert len(here.performed) == 4 and cells(again) == cells(found)
+    assert file.read_bytes() == written
+    pages = [(path / "digits" / "convit-table-5.md").read_text() for path in (out, tmp_path / "b")]
+    assert pages[0] == pages[1]
 
-    folder = out / "digits"
-    runs = find("convit/table-5")[0].build(tiny_scale).runs
-    top1 = [run.result()["top1"] for run in runs if run.config.model.name == "convit_nano"]
-    lines = list(csv.DictReader(io.StringIO((folder / "convit-table-5.csv").read_text())))
-    line = next(x for x in lines if x["row"] == "ConViT-S" and x["column"] == "no mask")
+    top1 = list(cell.by_seed.values())
+    lines = list(csv.DictReader(io.StringIO((out / "digits/convit-table-5.csv").read_text())))
+    line = next(x for x in lines if x["row"] == row and x["column"] == "unmasked")
     assert float(line["mean"]) == pytest.approx(sum(top1) / 2)
     assert float(line["paper"]) == 73.1
-    shown = f"{sum(top1) / 2:.1f} ± {record['rows'][1]['cells'][1]['half_width']:.1f}"
-    assert shown in (folder / "convit-table-5.md").read_text()
+    assert f"{sum(top1) / 2:.1f} ± {cell.estimate.half_width:.1f}" in pages[0]
 
 
 @pytest.mark.slow
 def test_figures_are_drawn_from_runs(tiny_scale, tmp_path, here):
     for name in ("convit/figure-5", "convit/figure-6", "convit/figure-3", "convit/figure-17",
                  "convit/figure-15"):  # fmt: skip
-        (record,) = reproduce(name, tiny_scale, tmp_path, executor=here, quiet=True)
-        assert (tmp_path / "digits" / record["picture"]).stat().st_size > 1000, name
-    curves = json.loads((tmp_path / "digits" / "convit-figure-6.json").read_text())
-    gates = curves["panels"][0]["series"][-1]
+        reproduce(name, tiny_scale, tmp_path, executor=here, quiet=True)
+        picture = tmp_path / "digits" / f"{name.replace('/', '-')}.png"
+        assert picture.stat().st_size > 1000, name
+        assert picture.name in picture.with_suffix(".md").read_text()
+    given = {"executor": here, "quiet": True}
+    (of,) = reproduce("convit/figure-6", tiny_scale, tmp_path, **given)
+    gates = of.drawn_panels[0]["series"][-1]
     # σ(1) before the first step, for every head and seed.
     assert gates["mean"][0] == pytest.approx(0.7310586, abs=1e-6)
     assert gates["half_width"][0] == pytest.approx(0, abs=1e-6)
     assert set(gates["n"]) == {2}
-    curves = json.loads((tmp_path / "digits" / "convit-figure-5.json").read_text())
-    uniform = curves["panels"][0]["series"][-1]
+    (of,) = reproduce("convit/figure-5", tiny_scale, tmp_path, **given)
+    uniform = of.drawn_panels[0]["series"][-1]
     assert uniform["dashed"] and uniform["mean"][0] == pytest.approx(2.008, abs=5e-4)  # 4×4 patches
 
 
 def test_a_failed_run_leaves_its_cells_empty_and_no_others(tiny_scale, tmp_path, here):
     broken = {"DeiT*": {"optim.name": "no_such_optimiser"}}
     scale = replace(tiny_scale, settings=tiny_scale.settings | broken)
-    (record,) = reproduce("convit/table-5", scale, tmp_path, executor=here, quiet=True)
-    deit, convit = record["rows"]
-    assert all("no_such_optimiser" in cell["empty"] for cell in deit["cells"])
-    assert all(cell["empty"] is None for cell in convit["cells"])
-    assert "no_such_optimiser" in record["questions"][0]["empty"]
-    text = (tmp_path / "digits" / "convit-table-5.md").read_text()
-    assert "— [1]" in text and "no_such_optimiser" in text
+    (found,) = reproduce("convit/table-5", scale, tmp_path, executor=here, quiet=True)
+    for (row, _), cell in cells(found).items():
+        assert ("no_such_optimiser" in cell.empty) == row.startswith("DeiT")
+    assert "no_such_optimiser" in found.effect(found.experiment.questions[0].effect).empty
 
 
 @pytest.mark.slow
 def test_without_data_or_weights_cells_stay_empty_and_say_what_is_needed(tmp_path, here):
-    (record,) = reproduce(
+    (found,) = reproduce(
         "cvt/table-3", "imagenet", tmp_path, runs=tmp_path / "runs", executor=here, quiet=True
     )
     assert here.performed == []
-    cells = {row["label"]: row["cells"][2] for row in record["rows"]}
-    needed = {"CvT-13": "imagenet", "ResNet-50": "ImageNet", "PVT-Small": "timm"}
-    assert all(named in cells[label]["empty"] for label, named in needed.items())
-    assert cells["CvT-13"]["paper"]["value"] == 81.6
-    counted = next(row["cells"][0] for row in record["rows"] if row["label"] == "CvT-21")
-    assert counted["mean"] == pytest.approx(31.62, abs=0.01)
+    needed = {"CvT-13": "imagenet", "ResNet-50": "ImageNet", "PVT-Small": "other authors"}
+    assert all(named in found.cell(row, "top1").empty for row, named in needed.items())
+    assert found.experiment.published("CvT-13", "top1").value == 81.6
+    assert found.cell("CvT-21", "parameters").estimate.mean == pytest.approx(31.62, abs=0.01)
 
 
 def test_of_one_fraction_and_seed_two_runs_are_left(tmp_path, capsys):
@@ -211,11 +205,11 @@ def test_of_one_fraction_and_seed_two_runs_are_left(tmp_path, capsys):
 
 def test_a_gain_is_compared_over_all_the_data_alone(tmp_path):
     for fraction, questions in ((None, 5), ((0.05, 0.3), 2), ((0.05, 1.0), 3)):
-        (record,) = reproduce(
+        (found,) = reproduce(
             "convit/table-2", "digits", tmp_path, runs=tmp_path / "runs", finished=True,
             fraction=fraction, quiet=True,
         )  # fmt: skip
-        assert len(record["questions"]) == questions
+        assert len(found.experiment.questions) == questions
 
 
 @pytest.mark.parametrize("name", ["fashion", "fashion14"])
@@ -224,7 +218,7 @@ def test_no_test_image_is_trained_on(name, fashion_mnist):
         return {image.numpy().tobytes() for image in source.pixels}
 
     scale = get_scale(name, Path("runs"))
-    runs = [run for item in experiments().values() for run in with_needs(item.build(scale).runs)]
+    runs = [run for each in names() for run in with_needs(built(each, scale).runs)]
     wanted = {(run.config.data, run.config.seed) for run in runs}
     wanted = {each for each in wanted if each[0].dataset == "fashion_mnist"}
     test = pictures(open_data(DataConfig("fashion_mnist"), 0).val)
@@ -250,19 +244,19 @@ def test_measures_that_need_weights_are_taken_as_soon_as_a_run_ends(one_seed, tm
                 for path in outcome.run.folder.glob("*/*"):
                     path.unlink()
 
-    (record,) = reproduce(
-        "convit/table-5", one_seed, tmp_path, executor=WithoutWeights(), quiet=True
-    )
-    assert [cell["empty"] for row in record["rows"] for cell in row["cells"]] == [None] * 6
-    again = reproduce("convit/table-5", one_seed, tmp_path, finished=True, quiet=True)
-    assert again[0]["rows"] == record["rows"]
-    rows = reproduce("convit/table-6", one_seed, tmp_path, finished=True, quiet=True)[0]["rows"]
-    assert all(cell["empty"] for row in rows for cell in row["cells"][:2])
-    (drawing,) = reproduce("convit/figure-17", one_seed, tmp_path, finished=True, quiet=True)
-    assert "no weights" in drawing["empty"] and drawing["picture"] is None
-    (tmp_path / "digits" / "convit-figure-17.png").touch()  # as if drawn earlier, with the weights
-    (drawing,) = reproduce("convit/figure-17", one_seed, tmp_path, finished=True, quiet=True)
-    assert drawing["empty"] is None and drawing["picture"] == "convit-figure-17.png"
+    given = {"finished": True, "quiet": True}
+    executor = WithoutWeights()
+    (found,) = reproduce("convit/table-5", one_seed, tmp_path, executor=executor, quiet=True)
+    assert is_filled(found)
+    assert cells(reproduce("convit/table-5", one_seed, tmp_path, **given)[0]) == cells(found)
+    (masked,) = reproduce("convit/table-6", one_seed, tmp_path, **given)
+    assert all(cell.empty for (_, key), cell in cells(masked).items() if key != "none")
+    picture = tmp_path / "digits" / "convit-figure-17.png"
+    reproduce("convit/figure-17", one_seed, tmp_path, **given)
+    assert not picture.exists()
+    picture.touch()  # as if drawn earlier, with the weights
+    reproduce("convit/figure-17", one_seed, tmp_path, **given)
+    assert picture.exists()
 
 
 def test_a_dry_run_starts_nothing(tiny_scale, tmp_path, here, capsys):
@@ -273,14 +267,14 @@ def test_a_dry_run_starts_nothing(tiny_scale, tmp_path, here, capsys):
 
 def test_the_list_says_runs_and_status(tmp_path, monkeypatch):
     monkeypatch.setattr("locality.training.cost.training_speed", lambda *_: 1e9)
-    names = "convit/table-2", "convit/table-3", "cvt/table-2"
-    few = {name: experiments()[name] for name in names}
-    monkeypatch.setattr("locality_papers.reproduce.experiments", lambda: few)
+    few = ["convit/table-2", "convit/table-3", "cvt/table-2"]
+    monkeypatch.setattr("locality_papers.reproduce.names", lambda: few)
     by_name = {row["name"]: row for row in list_experiments("digits", tmp_path)}
     assert by_name["convit/table-2"]["runs"] == 64
     assert by_name["convit/table-2"]["status"] == "not run"
     assert by_name["cvt/table-2"]["status"] == "needs no runs"
-    assert re.search(r"convit/table-3 +112 runs", show_row(by_name["convit/table-3"]))
+    assert re.search(r"convit/table-3 +112 runs  not run", show_row(by_name["convit/table-3"]))
+    assert all(row["seconds"] >= 0 for row in list_experiments("digits", tmp_path, times=True))
 
 
 @pytest.mark.parametrize("row", ["b", "d", "f", "g"])
@@ -294,8 +288,8 @@ def test_rows_without_gating_have_their_gates_frozen_at_zero(row):
 
 @pytest.mark.slow
 def test_fine_tuning_starts_from_weights_of_other_classes(one_seed, tmp_path, here):
-    (record,) = reproduce("beyond/finetuning", one_seed, tmp_path, executor=here, quiet=True)
-    assert [cell["empty"] for row in record["rows"] for cell in row["cells"]] == [None] * 6
+    (found,) = reproduce("beyond/finetuning", one_seed, tmp_path, executor=here, quiet=True)
+    assert len(cells(found)) == 6 and is_filled(found)
     tuned = [run for run in here.performed if run.config.model.weights is not None]
     assert len(tuned) == 4
     for run in tuned:
@@ -307,7 +301,7 @@ def test_fine_tuning_starts_from_weights_of_other_classes(one_seed, tmp_path, he
 def test_a_teacher_learns_from_images_that_no_student_sees(one_seed, tmp_path, here):
     half = {"*": one_seed.settings["*"] | {"data.train_part": (0.0, 0.5)}}
     scale = replace(one_seed, settings=one_seed.settings | half)
-    (record,) = reproduce("convit/table-4", scale, tmp_path, executor=here, quiet=True)
+    (found,) = reproduce("convit/table-4", scale, tmp_path, executor=here, quiet=True)
     taught = [run for run in here.performed if run.config.objective.teacher is not None]
     (teacher,) = {run.folder: run for each in taught for run in each.needs}.values()
     assert teacher in here.performed and teacher.task == TRAIN
@@ -320,19 +314,19 @@ def test_a_teacher_learns_from_images_that_no_student_sees(one_seed, tmp_path, h
         pictures += [{splits.val.read(i).tobytes() for i in range(len(splits.val))}]
     # The digits contain a few duplicates.
     assert len(pictures[0] & pictures[2]) < 10 and pictures[1] == pictures[3]
-    assert [row["label"] for row in record["rows"]] == ["DeiT-S", "ConViT-S+"]
-    for row in record["rows"]:
-        assert all(cell["empty"] is None for cell in row["cells"])
+    assert found.experiment.rows == ["DeiT-S", "ConViT-S+"] and is_filled(found)
 
 
 @pytest.mark.slow
 def test_short_runs_are_compared_with_longer_ones_and_higher_rates(one_seed, tmp_path, here):
     (longer,) = reproduce("beyond/converged", one_seed, tmp_path, executor=here, quiet=True)
     assert {run.result()["steps"] for run in here.performed} == {3, 6, 12}
-    cells = [cell for row in longer["rows"] for cell in row["cells"] if cell is not None]
-    assert len(cells) == 2 * 5 + 4 and all(cell["empty"] is None for cell in cells)
+    assert len(cells(longer)) == 2 * 5 + 4 and is_filled(longer)
     (rates,) = reproduce("beyond/position-rate", one_seed, tmp_path, executor=here, quiet=True)
-    sums, gates = ([row["cells"][n]["mean"] for row in rates["rows"]] for n in (0, 2))
+    sums, gates = (
+        [rates.cell(row, key).estimate.mean for row in rates.experiment.rows]
+        for key in ("sum", "gate 0")
+    )
     assert [each / sums[0] for each in sums[:3]] == pytest.approx([1, 10, 100])
     assert sums[4] / sums[3] == pytest.approx(100) and sums[3] > 4 * sums[0]
     away = [abs(gate - 0.7310586) for gate in gates[:3]]  # from σ(1), where all start
@@ -348,7 +342,7 @@ def test_the_summed_rate_is_that_of_the_schedule():
         for step in range(steps):
             schedule.step_update(step)
             total += optimizer.param_groups[0]["lr"]
-        assert summed_rate(config).evaluate({}).by_seed[0] == pytest.approx(total, rel=1e-3)
+        assert summed_rate(config) == pytest.approx(total, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -359,8 +353,8 @@ def test_transfer_starts_from_other_classes_and_resamples_position_embeddings(
     settings = {roles: {"model.img_size": size} for roles, size in sizes.items()}
     settings["*"] |= tiny_scale.settings["*"] | {"schedule.steps": 10}
     scale = replace(tiny_scale, settings=settings, transfer_classes=7)
-    (record,) = reproduce("cvt/table-4", scale, tmp_path, executor=here, quiet=True)
-    assert [cell["empty"] for row in record["rows"] for cell in row["cells"]] == [None] * 4
+    (found,) = reproduce("cvt/table-4", scale, tmp_path, executor=here, quiet=True)
+    assert len(cells(found)) == 4 and is_filled(found)
     started = [run for run in here.performed if run.needs and "deit" in run.name]
     assert [run.config.model.img_size for run in started] == [14, 18]
     assert [run.config.data.skip_classes for run in started] == [7, 0]
@@ -371,7 +365,7 @@ def test_transfer_starts_from_other_classes_and_resamples_position_embeddings(
 
 @pytest.mark.parametrize("name", ["convit/figure-4", "cvt/figure-2", "cvt/figure-3"])
 def test_architectures_are_drawn_from_the_models_built(name):
-    figure = find(name)[0].build(get_scale("digits", Path("runs"))).draw()
+    figure = built(name, get_scale("digits", Path("runs"))).draw()
     shown = " ".join(text.get_text() for axes in figure.axes for text in axes.texts)
     expected = {
         "convit/figure-4": "196 tokens × 432",
@@ -384,7 +378,5 @@ def test_architectures_are_drawn_from_the_models_built(name):
 @pytest.mark.slow
 def test_initialisations_are_compared(one_seed, tmp_path, here):
     name = "beyond/initialisations"
-    (record,) = reproduce(name, one_seed, tmp_path, executor=here, quiet=True, fraction=1.0)
-    assert len(record["rows"]) == 7
-    for row in record["rows"]:
-        assert all(cell is None or cell["empty"] is None for cell in row["cells"]), row["label"]
+    (found,) = reproduce(name, one_seed, tmp_path, executor=here, quiet=True, fraction=1.0)
+    assert len(found.experiment.rows) == 7 and is_filled(found)

@@ -31,12 +31,14 @@ class Estimate:
         half_width: the 95% interval is mean ± half_width; None for a single run.
         n: number of runs.
         df: degrees of freedom; n − 1 by default.
+        floor: the standard error that more runs on these images would not reduce.
     """
 
     mean: float
     half_width: float | None
     n: int
     df: float | None = None
+    floor: float = 0.0
 
     @property
     def low(self) -> float | None:
@@ -46,6 +48,13 @@ class Estimate:
     def high(self) -> float | None:
         return None if self.half_width is None else self.mean + self.half_width
 
+    @property
+    def error(self) -> float:
+        """The standard error; infinite for a single run."""
+        if self.half_width is None:
+            return math.inf
+        return self.half_width / _quantile(self.n - 1 if self.df is None else self.df)
+
     def p_value(self, at: float = 0.0) -> float:
         """Two-sided p-value of "the mean is `at`"; 1 for a single run.
 
@@ -54,7 +63,7 @@ class Estimate:
         if not self.half_width:
             return 1.0 if self.half_width is None or self.mean == at else 2.0 ** (1 - self.n)
         df = self.n - 1 if self.df is None else self.df
-        return float(2 * stdtr(df, -abs(self.mean - at) / self.half_width * _quantile(df)))
+        return float(2 * stdtr(df, -abs(self.mean - at) / self.error))
 
     @property
     def excludes_zero(self) -> bool:
@@ -85,20 +94,20 @@ def estimate(values: npt.ArrayLike, shared: float = 0.0, images: float = 0.0) ->
     spread = float(by_run.var(ddof=1))
     if math.sqrt(spread) < 1e-9 * abs(mean):  # equal, as differences of rounded numbers
         spread = 0.0
-    variance, df = spread * (1 / n + shared), float(n - 1)
+    variance, df, fixed = spread * (1 / n + shared), float(n - 1), spread * shared
     if images:
         df *= (variance + images**2) ** 2 / variance**2 if variance else math.inf
-        variance, df = variance + images**2, min(df, 1e6)
+        variance, df, fixed = variance + images**2, min(df, 1e6), images**2
     elif table.ndim == 2 and table.shape[1] > 1 and np.ptp(table):
-        variance, df = _crossed(table)
-    return Estimate(mean, _quantile(df) * math.sqrt(variance), n, df)
+        variance, df, fixed = _crossed(table)
+    return Estimate(mean, _quantile(df) * math.sqrt(variance), n, df, math.sqrt(fixed))
 
 
-def _crossed(table: npt.NDArray[np.float64]) -> tuple[float, float]:
-    """Variance of the mean of (runs, images), and its degrees of freedom (Satterthwaite's).
+def _crossed(table: npt.NDArray[np.float64]) -> tuple[float, float, float]:
+    """Variance of the mean of (runs, images), its degrees of freedom, and the images' part of it.
 
     Both factors are random. The mean squares of runs and of images each contain that of the rest,
-    which would count twice.
+    which would count twice. Degrees of freedom are Satterthwaite's.
     """
     n, count = table.shape
     by_run, by_image = table.mean(axis=1), table.mean(axis=0)
@@ -107,7 +116,8 @@ def _crossed(table: npt.NDArray[np.float64]) -> tuple[float, float]:
     degrees = np.array([n - 1, count - 1, (n - 1) * (count - 1)], dtype=float)
     squares[2] = -np.square(rest).sum() / degrees[2]
     total = max(squares.sum(), -squares[2])
-    return total / table.size, total**2 / float((squares**2 / degrees).sum())
+    df = total**2 / float((squares**2 / degrees).sum())
+    return total / table.size, df, max(0.0, squares[1] + squares[2]) / table.size
 
 
 def _quantile(df: float) -> float:

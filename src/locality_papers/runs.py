@@ -1,5 +1,6 @@
-"""Scales: complete choices of data, models, length and seeds for all experiments.
+"""From an experiment's words (a role, a fraction, changes) to the configurations of its runs.
 
+A scale is a complete choice of data, models, length and seeds for all experiments.
 The papers' model names are roles, filled by one of our models at each scale, so that each
 experiment is defined once. The study's scales are in `scales.yaml`; `reproduce --dry_run` prints
 their cost.
@@ -8,7 +9,7 @@ their cost.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
@@ -22,9 +23,6 @@ from locality.models import variant
 from locality.runner.runs import TRAIN, Run, content_folder
 from locality.settings import from_dict
 from locality.training import RunConfig, recipe, replace
-from locality.training.config import ModelConfig
-from locality.training.cost import forward_macs, image_counts, parameters
-from locality_papers.measures import Measure, Quantity, absent, computed, measured
 
 FAMILIES = ("ConViT", "DeiT")
 FRACTIONS = (0.05, 0.1, 0.3, 0.5, 1.0)
@@ -173,36 +171,6 @@ class Scale:
         """The folder of a dataset."""
         return self.data.get(dataset, self.data.get(_FOLDERS.get(dataset, dataset)))
 
-    def measured(self, measure: Measure, role: str, **choices: Any) -> Quantity:
-        """A measure of a role's runs; an empty quantity if the scale has no model for it."""
-        try:
-            return measured(self.runs(role, **choices), measure)
-        except UserError as error:
-            return absent(str(error))
-
-    def cells(
-        self, rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, Mapping[str, Any]]
-    ) -> dict[str, dict[str, Quantity]]:
-        """A quantity for each row and column.
-
-        Args:
-            rows: label → arguments of `measured` for the row, such as `variation`.
-            columns: metric → arguments of `measured` for the column.
-        """
-        return {
-            label: {metric: self.measured(**row, **column) for metric, column in columns.items()}
-            for label, row in rows.items()
-        }
-
-    def counted(self, role: str, **choices: Any) -> dict[str, Quantity]:
-        """Millions of parameters and billions of multiply-accumulates of a role's model."""
-
-        def model() -> tuple[ModelConfig, int]:
-            config = self.runs(role, seeds=(0,), **choices)[0].config
-            return config.model, image_counts(config)[2]
-
-        return counted(model)
-
     def architecture(self, role: str) -> Any:
         """The architecture configuration of a role's model."""
         name, own = self.models[role]
@@ -239,14 +207,6 @@ class Scale:
 def variation(role: str, **fields: Any) -> dict[str, Any]:
     """Arguments of `Scale.runs` for a role's model with changed fields."""
     return {"role": role, "fields": fields}
-
-
-def counted(model: Callable[[], tuple[ModelConfig, int]]) -> dict[str, Quantity]:
-    """Millions of parameters and billions of multiply-accumulates of a model."""
-    return {
-        "parameters": computed(lambda: parameters(*model()) / 1e6, "M"),
-        "flops": computed(lambda: forward_macs(*model()) / 1e9, "G"),
-    }
 
 
 def _words(changes: Mapping[str, Any]) -> str:

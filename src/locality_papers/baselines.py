@@ -1,0 +1,131 @@
+"""Beyond the papers: models compared with a CNN and with baselines on pixels."""
+
+from __future__ import annotations
+
+from sklearn.svm import SVC
+
+from locality.analysis.baselines import (
+    baseline_inputs,
+    read_baselines,
+    record_baselines,
+    split_pixels,
+)
+from locality.data.config import DATASETS
+from locality.figures.charts import percent
+from locality.runner.runs import Run
+from locality.training.cost import image_counts
+from locality_papers.experiment import (
+    Column,
+    Effect,
+    Experiment,
+    at,
+    experiment,
+    largest,
+    line,
+    minus,
+)
+from locality_papers.measures import TOP1
+from locality_papers.runs import Scale
+from locality_papers.table import Measure
+
+_MODELS = {"ConViT": "ConViT-S", "DeiT": "DeiT-S", "CvT": "CvT-13", "CNN": "CNN"}
+
+
+def _baseline(name: str) -> Measure:
+    def take(run: Run) -> float:
+        record_baselines([run.folder])
+        known = read_baselines(run.folder)
+        return next(top1 for label, top1 in known.items() if label.startswith(name))
+
+    return Measure(f"{name} on pixels", take=take, accuracy=True)
+
+
+def _support_vectors(run: Run) -> float:
+    """Top-1 of scikit-learn's support vector machine with its default Gaussian kernel."""
+    train, labels, val, targets = split_pixels(*baseline_inputs(run.config))
+    return float(100 * SVC().fit(train, labels).score(val, targets))
+
+
+_SVM = "support vector machine"
+PIXELS = {
+    name: _baseline(name) for name in ("chance", "nearest neighbour", "logistic regression")
+} | {_SVM: Measure(f"{_SVM} on pixels", take=_support_vectors, accuracy=True)}
+"""Baselines on the pixels of a run's training and validation images."""
+
+
+def _add_rows(t: Experiment, s: Scale) -> None:
+    for fraction in s.fractions:
+        part = percent(fraction)
+        for label, role in _MODELS.items():
+            t.run(label, part, TOP1, role, fraction=fraction)
+        for label, measure in PIXELS.items():
+            t.run(label, part, measure, _MODELS["ConViT"], fraction=fraction)
+
+
+def _above_all(row: str, part: str) -> Effect:
+    return lambda v: v[row, part] - largest(*(v[name, part] for name in PIXELS))
+
+
+@experiment("beyond/baselines", "Models, a CNN, and baselines on pixels, on the same images")
+def baselines(t: Experiment, s: Scale) -> None:
+    """Top-1 of each model family and of pixel baselines, on fractions of the data."""
+    t.about = (
+        "Not in the papers. Top-1 on fractions of the training images, with equal numbers of "
+        "steps, and equal settings except where the scale differs. The baselines on pixels "
+        "use the same images at no more than 32 pixels and are not tuned."
+    )
+    t.columns = {percent(fraction): Column(percent(fraction)) for fraction in s.fractions}
+    _add_rows(t, s)
+    for part in t.columns:
+        for label in ("ConViT", "DeiT", "CvT"):
+            t.ask(
+                "",
+                f"With {part} of the images, is {label} above all baselines on pixels?",
+                _above_all(label, part),
+            )
+            effect = minus((label, part), ("CNN", part))
+            t.ask("", f"With {part} of the images, is {label} above the CNN?", effect)
+
+
+@experiment("beyond/fractions", "Accuracy against the number of training images")
+def fractions(t: Experiment, s: Scale) -> None:
+    """The table of `beyond/baselines` as curves, without chance."""
+    t.about = "The curves of beyond/baselines. Bands are 95% intervals over a point's seeds."
+    _add_rows(t, s)
+    config = s.runs(_MODELS["ConViT"], seeds=(0,))[0].config
+    colours = {"ConViT": "convit", "DeiT": "deit", "CvT": "cvt", "CNN": "other"}
+    colours |= {"nearest neighbour": "ink", "logistic regression": "", _SVM: "depth:0.5"}
+    lines = (
+        line(
+            label,
+            {round(f * image_counts(config)[0]): (label, percent(f)) for f in s.fractions},
+            colour,
+            label in PIXELS,
+            label in _MODELS,
+        )
+        for label, colour in colours.items()
+    )
+    title = DATASETS[config.data.dataset].get("title", config.data.dataset)
+    t.panel(title, "training images", "top-1, %", *lines, log_x=True)
+
+
+@experiment("beyond/converged", "Training for two and four times as many steps")
+def converged(t: Experiment, s: Scale) -> None:
+    """Top-1 on all data with the usual number of steps, and with two and four times as many."""
+    t.about = "Not in the papers. Top-1 with all training images; baselines take no steps."
+    t.columns = {
+        "once": Column("usual steps"),
+        "twice": Column("twice the steps"),
+        "more": Column("difference", signed=True),
+        "four": Column("four times"),
+        "last": Column("from twice to four times", signed=True),
+    }
+    for label in ("ConViT", "DeiT"):
+        for column, times in (("once", 1), ("twice", 2), ("four", 4)):
+            role = _MODELS[label]
+            t.run(label, column, TOP1, role, **s.lasting(role, times))
+        more = t.derive(label, "more", minus((label, "twice"), (label, "once")))
+        t.derive(label, "last", minus((label, "four"), (label, "twice")))
+        t.ask("", f"{label}: do twice the steps help?", at(more), paper=0.5)
+    for label, measure in PIXELS.items():
+        t.run(label, "once", measure, _MODELS["ConViT"])

@@ -1,0 +1,286 @@
+"""An experiment's results as Markdown and CSV."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+from locality.errors import some
+from locality.files import csv_text
+from locality.templates import render
+from locality_papers.answers import AT_MOST, CANNOT_TELL, YES, Answer
+from locality_papers.experiment import Column, Evaluated, Results, at
+from locality_papers.table import NOT_RUN
+
+EMPTY = "—"
+
+
+class Part:
+    """An experiment at a scale, as text.
+
+    Args:
+        results: the experiment's values.
+        found: answers, also of other experiments.
+        folder: where its picture is, relative to the page; None for beside it.
+    """
+
+    def __init__(self, results: Results, found: Iterable[Answer], folder: str = "") -> None:
+        self.experiment, self.results = results.experiment, results
+        name, scale = self.experiment.name, self.experiment.scale.name
+        self.answers = [
+            each for each in found if (each["experiment"], each["scale"]) == (name, scale)
+        ]
+        self.notes: dict[str, int] = {}
+        of = self.experiment
+        drawn = of.draw is not None and all(run.folder.exists() for run in of.drawn)
+        self.picture = f"{folder}{name.replace('/', '-')}.png" if drawn or self._lines else None
+        self.tables = list(_split(*self._table())) if self.experiment.columns else []
+
+    @cached_property
+    def _cells(self) -> dict[str, dict[str, Evaluated | None]]:
+        """The rows with any number of ours; all where accuracies are comparable."""
+        of = self.experiment
+        rows = {row: {c: self.results.cell(row, c) for c in of.columns} for row in of.rows}
+        if of.comparable:
+            return rows
+        free = not of.runs
+        return {
+            row: cells
+            for row, cells in rows.items()
+            if any(_filled(c, free) for c in cells.values())
+        }
+
+    @cached_property
+    def _columns(self) -> dict[str, Column]:
+        """The columns with any number of ours; all where accuracies are comparable."""
+        of, rows = self.experiment, self._cells.values()
+        return {
+            key: column
+            for key, column in of.columns.items()
+            if of.comparable or any((cell := row[key]) and cell.estimate for row in rows)
+        }
+
+    @cached_property
+    def _lines(self) -> list[Any]:
+        """The lines of a figure with values."""
+        panels = self.results.drawn_panels
+        return [line for panel in panels for line in panel["series"] if not line["empty"]]
+
+    @property
+    def left_out(self) -> str:
+        """Rows and lines that were not run."""
+        panels = self.results.drawn_panels
+        names = [row for row in self.experiment.rows if row not in self._cells]
+        names += [line["label"] for of in panels for line in of["series"] if line["empty"]]
+        return some(list(dict.fromkeys(names))) if names else ""
+
+    @cached_property
+    def seeds(self) -> int | None:
+        """The most common number of seeds of a cell."""
+        cells = chain.from_iterable(row.values() for row in self._cells.values())
+        counts = [e.n for c in cells if c is not None and (e := c.estimate) is not None and e.n > 1]
+        return max(set(counts), key=counts.count) if counts else None
+
+    @property
+    def has_values(self) -> bool:
+        """Whether any question is answered or, if there are none, anything is measured or drawn."""
+        if self.experiment.questions:
+            return bool(self.answers)
+        measured = any(
+            max(line["n"]) > 1 and (panel["scatter"] or len(line["x"]) > 1)
+            for panel in self.results.drawn_panels
+            for line in panel["series"]
+            if not line["empty"]
+        )
+        free = self.experiment.draw is not None and not self.experiment.runs
+        return bool(self._columns or measured or free)
+
+    def _table(self) -> tuple[list[str], list[list[str]]]:
+        """Headings and lines: columns with published numbers show the paper's and ours."""
+        headings, lines = [""], [[row] for row in self._cells]
+        for key, column in self._columns.items():
+            printed = {row: self._printed(row, key) for row in self._cells}
+            both = any(printed.values())
+            headings += [f"{column.name}, paper", f"{column.name}, here"] if both else [column.name]
+            for line, (row, cells) in zip(lines, self._cells.items(), strict=True):
+                line += [printed[row]] if both else []
+                line.append(self._ours(cells[key], column))
+        return headings, lines
+
+    def _printed(self, row: str, key: str) -> str:
+        column = self.experiment.columns[key]
+        if (number := self.experiment.published(row, key)) is not None:
+            text = f"{number.value:{'+' if column.signed else ''}g}".replace("-", "−")
+            if column.unit == "%" and not column.signed:
+                text = _number(number.value, column)
+            return f"{text} {self._mark(f'paper: {number.note}')}" if number.note else text
+        value = self.results.paper(at((row, key)))
+        return "" if value is None else _number(value, column)
+
+    def _ours(self, cell: Evaluated | None, column: Column) -> str:
+        if cell is None:
+            return ""
+        if cell.estimate is None:
+            return EMPTY if cell.empty == NOT_RUN else f"{EMPTY} {self._mark(cell.empty)}"
+        found = cell.estimate
+        text = _number(found.mean, column)
+        if found.half_width is not None:
+            text += f" ± {found.half_width:.{column.digits}f}"
+        if found.n not in (1, self.seeds):
+            text += f" (n = {found.n})"
+        for reason in dict.fromkeys(cell.problems):
+            if reason != NOT_RUN:  # n tells
+                text += f" {self._mark(f'other seeds: {reason}')}"
+        return text
+
+    def _mark(self, text: str) -> str:
+        """The mark of a footnote, which is added if new."""
+        return f"[{self.notes.setdefault(text, len(self.notes) + 1)}]"
+
+    @property
+    def made(self) -> dict[str, Any]:
+        """Where its runs come from."""
+        records = [self.results.recorded.find(run) for run in self.experiment.runs]
+        done = [record for record in records if record is not None]
+        machines = [record["environment"] for record in done]
+
+        def distinct(values: Iterable[Any]) -> list[str]:
+            return [str(value) for value in Counter(value for value in values if value)]
+
+        return {
+            "runs": len(records),
+            "finished": len(done),
+            "hours": sum(record["result"].get("seconds") or 0.0 for record in done) / 3600,
+            "hardware": distinct(
+                name for m in machines for name in (m.get("processor"), *m.get("gpus", ()))
+            ),
+            "commits": distinct(str(m.get("commit", ""))[:10] for m in machines),
+            "torch": distinct(m.get("packages", {}).get("torch") for m in machines),
+        }
+
+
+def _filled(cell: Evaluated | None, free: bool) -> bool:
+    """Whether a cell has a number; a counted one only if the experiment has no others."""
+    return cell is not None and cell.estimate is not None and (free or not cell.exact)
+
+
+def _number(value: float, column: Column) -> str:
+    """A number with the column's digits and, if it is signed, its sign.
+
+    Counts in millions and billions have at least three significant digits, as some models are
+    small.
+    """
+    digits = column.digits
+    if column.unit in ("M", "G") and 0 < abs(value) < 1:
+        digits = max(digits, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:{'+' if column.signed else ''}.{digits}f}".replace("-", "−")
+
+
+def _split(
+    headings: list[str], lines: list[list[str]]
+) -> Iterator[tuple[list[str], list[list[str]]]]:
+    """Split a table into parts that fit the page, each with the row labels."""
+    step = 6 if len(headings) > 9 else 9
+    for first in range(1, len(headings) if lines else 0, step):
+        columns = slice(first, first + step)
+        yield [headings[0], *headings[columns]], [[line[0], *line[columns]] for line in lines]
+
+
+def page(results: Sequence[Results], found: Sequence[Answer], folder: str | None = None) -> str:
+    """One experiment as Markdown, with a section for each scale.
+
+    Args:
+        results: its values, one per scale.
+        found: answers, also of other experiments.
+        folder: relative path from the page to the scales' folders; None for a page inside one.
+    """
+    parts = []
+    for of in results:
+        scale = of.experiment.scale.name
+        parts.append(Part(of, found, "" if folder is None else f"{folder}{scale}/"))
+    first = results[0].experiment
+    return rendered("experiment.md", name=first.name, title=first.title, parts=parts)
+
+
+def to_csv(results: Results) -> str:
+    """CSV with one line per cell or point."""
+    of, lines = results.experiment, []
+    header = ["experiment", "scale", "row", "column", "x", "paper"]
+    header += ["mean", "low", "high", "n", "by_seed", "empty"]
+    for row in of.rows:
+        for column in of.columns:
+            if (cell := results.cell(row, column)) is not None:
+                e = cell.estimate
+                paper = results.paper(at((row, column)))
+                numbers = [None] * 4 if e is None else [e.mean, e.low, e.high, e.n]
+                by_seed = " ".join(f"{seed}:{x:.10g}" for seed, x in cell.by_seed.items())
+                lines.append([row, column, None, paper, *numbers, by_seed, cell.empty])
+    for panel in results.drawn_panels:
+        for s in panel["series"]:
+            for x, mean, half, n in zip(s["x"], s["mean"], s["half_width"], s["n"], strict=True):
+                ends = [None] * 2 if half is None else [mean - half, mean + half]
+                lines.append([panel["title"], s["label"], x, None, mean, *ends, n, None, None])
+    return csv_text([header, *([of.name, of.scale.name, *line] for line in lines)])
+
+
+def everywhere(at: Mapping[str, Answer]) -> str:
+    """The answers at all scales, in one cell."""
+    text = "; ".join(f"{scale}: {said(answer)}" for scale, answer in at.items())
+    task = next((each["task"] for each in at.values() if each["task"]), "")
+    return f"{text} ({task})" if task and any(a["answer"] != YES for a in at.values()) else text
+
+
+def said(answer: Answer) -> str:
+    """An answer as text: "yes, +5.2 (+3.1 to +7.3)"."""
+    unit = "" if answer["unit"] == "points" else f" {answer['unit']}".rstrip()
+    more = f" {_rounded(answer, 'high')}" if answer["answer"] == AT_MOST else ""
+    if answer["answer"] == CANNOT_TELL and answer["seeds"]:
+        enough = math.isfinite(answer["seeds"])
+        more = f" (needs {answer['seeds']} seeds)" if enough else " (needs more images)"
+    text = f"{answer['answer']}{more}, {_rounded(answer, 'effect')}{unit}"
+    if answer["low"] is not None:
+        text += f" ({_rounded(answer, 'low')} to {_rounded(answer, 'high')})"
+    if answer["images"] == "unpaired":
+        text += ", unpaired"
+    if answer["planned"] and answer["n"] < answer["planned"]:
+        text += f", {answer['n']} of {answer['planned']} seeds"
+    return text
+
+
+def papers(answer: Answer) -> str:
+    """The paper's effect, or "yes" if it gives none; "not asked" for our own questions."""
+    if answer["paper"] is None or not answer["where"]:
+        return "yes" if answer["where"] else "not asked"
+    return _signed(answer["paper"])
+
+
+def _rounded(answer: Answer, name: str) -> str:
+    """A number of an answer, rounded to two significant digits of its interval."""
+    half = 0.0 if answer["low"] is None else (answer["high"] - answer["low"]) / 2
+    if half < 1e-9:  # equal up to rounding errors
+        return _signed(answer[name])
+    decimals = max(0, 1 - math.floor(math.log10(half)))
+    return f"{answer[name]:+.{decimals}f}".replace("-", "−")
+
+
+def _signed(value: float) -> str:
+    # Remove rounding errors, so that 0.1 + 0.2 − 0.3 shows as 0.
+    return f"{round(value, 9):+.3g}".replace("-", "−")
+
+
+def rendered(template: str, **content: Any) -> str:
+    filters: dict[str, Callable[..., Any]] = {
+        "cell": lambda text: text.replace("|", "\\|"),
+        "papers": papers,
+        "everywhere": everywhere,
+        "said": said,
+        "sentence": lambda text: f"{text[0].upper()}{text[1:].rstrip('.')}.",
+    }
+    text = render("locality_papers", template, filters, **content)
+    # Empty blocks leave empty lines.
+    return re.sub("\n{3,}", "\n\n", text).strip() + "\n"

@@ -1,0 +1,174 @@
+"""Records of runs, and effects of their values over seeds and images."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from locality.errors import UserError
+from locality.runner.executors import execute
+from locality_papers.experiment import Experiment, Results, largest, minus, relative_gain
+from locality_papers.measures import BEST_TOP1, TOP1
+from locality_papers.runs import get_scale
+from locality_papers.table import (
+    Measure,
+    Recorded,
+    read_folder,
+    read_records,
+    settings_by_name,
+    write_records,
+)
+
+RECORDED = sorted((Path(__file__).parents[2] / "results").glob("*.runs.jsonl.gz"))
+
+
+@pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.name)
+def test_recorded_runs_are_found_by_the_values_of_their_configuration(file):
+    scale, recorded = get_scale(file.name.partition(".")[0], Path("nowhere")), Recorded(file)
+    for role in ("ConViT-S", "DeiT-S"):
+        for run in scale.runs(role, fraction=0.05):
+            record = recorded.find(run)
+            if record is None:
+                assert run.config.seed >= 6  # not run yet
+                continue
+            assert record["config"]["seed"] == record["result"]["seed"] == run.config.seed
+            assert record["result"]["fraction"] == 0.05
+            other = replace(run.config.optim, lr=0.5)
+            changed = replace(run, config=replace(run.config, optim=other), folder=Path("other"))
+            assert recorded.find(changed) is None
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, tiny_run):
+    """A finished run."""
+    run = tiny_run(tmp_path_factory.mktemp("trained"), "convit_nano", 0)
+    assert execute(run) is None
+    return run
+
+
+def test_a_record_has_what_tables_need(trained, tmp_path):
+    record = read_folder(trained.folder)
+    assert record["config"] == settings_by_name(trained.config)
+    assert record["config"]["model.num_heads"] == 4
+    right = np.unpackbits(np.frombuffer(base64.b64decode(record["right"]), np.uint8))
+    images = record["result"]["val_images"]
+    assert 100 * right[:images].mean() == pytest.approx(record["result"]["top1"])
+    file = tmp_path / "x.jsonl.gz"
+    write_records(file, [record])
+    written = file.read_bytes()
+    write_records(file, [record])  # the same run again
+    assert file.read_bytes() == written and len(read_records(file)) == 1
+    away = replace(trained, folder=tmp_path / "away")
+    assert Recorded(file).find(away) == record
+    for content in (b"no runs", written[:-9], gzip.compress(b"{}"), gzip.compress(b"[1")):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=r"x\.jsonl\.gz"):
+            read_records(file)
+
+
+def test_a_setting_that_a_recorded_run_did_not_know_has_its_default(trained, tmp_path):
+    record = read_folder(trained.folder)
+    del record["config"]["optim.layer_decay"]
+    write_records(tmp_path / "x.jsonl.gz", [record])
+    recorded, away = Recorded(tmp_path / "x.jsonl.gz"), replace(trained, folder=tmp_path / "away")
+    assert recorded.find(away) is not None
+    optim = replace(trained.config.optim, layer_decay=0.5)
+    other = replace(trained.config, optim=optim)
+    assert recorded.find(replace(away, config=other, folder=tmp_path / "other")) is None
+
+
+def test_a_measure_that_needs_weights_is_taken_once(trained):
+    calls = []
+    measure = Measure("counted", take=lambda run: calls.append(run) or 1.5)
+    half = measure.then("half", lambda value: value / 2)
+    for _ in range(2):
+        record = read_folder(trained.folder)
+        assert measure(trained, record) == 1.5 and half(trained, record) == 0.75
+    assert len(calls) == 1
+    away = replace(trained, folder=Path("away"))
+    with pytest.raises(UserError, match="weights"):
+        Measure("other", take=len)(away, record)
+    with pytest.raises(UserError, match=r"metrics\.csv"):
+        BEST_TOP1(trained, record | {"curve": []})
+
+
+class Known:
+    """Records of runs with given accuracies, or given images that they predict correctly."""
+
+    def __init__(self, top1, right=None):
+        self.top1, self.rights = top1, right or {}
+
+    def find(self, run):
+        model, seed = run.config.model.name.partition("_")[0], run.config.seed
+        if seed not in self.top1[model]:
+            return None
+        record = {"config": {}, "result": {"top1": self.top1[model][seed], "val_images": 400}}
+        if self.rights:
+            bits = np.packbits(self.rights[model][seed])
+            record["right"] = base64.b64encode(bits.tobytes()).decode()
+        return record
+
+
+def results(known, scale="fashion"):
+    experiment = Experiment("convit/table-1", "A title", get_scale(scale, Path("runs")))
+    for role in ("ConViT-S", "DeiT-S"):
+        experiment.run(role, "top1", TOP1, role)
+    experiment.run("ConViT-S+", "top1", TOP1, "no such role")
+    return Results(experiment, known)
+
+
+CONVIT, DEIT = ("ConViT-S", "top1"), ("DeiT-S", "top1")
+
+
+def test_effects_are_taken_seed_by_seed_and_of_the_papers_numbers():
+    of = results(Known({"convit": {0: 90.0, 1: 84.0, 2: 80.0}, "deit": {0: 80.0, 1: 80.0, 7: 1.0}}))
+    difference = of.effect(minus(CONVIT, DEIT))
+    assert difference.by_seed == {0: 10.0, 1: 4.0} and difference.planned == 8
+    assert of.effect(relative_gain(CONVIT, DEIT)).by_seed == {0: 12.5, 1: 5.0}
+    both = of.effect(lambda v: largest(v[CONVIT], v[DEIT]))
+    assert both.by_seed == {0: 90.0, 1: 84.0}
+    assert of.paper(minus(CONVIT, DEIT)) == pytest.approx(1.5)
+    assert of.paper(relative_gain(CONVIT, DEIT)) == pytest.approx(100 * 1.5 / 79.8)
+    assert "no such role" in of.effect(lambda v: v["ConViT-S+", "top1"]).empty
+
+
+def test_each_seeds_own_images_need_nadeau_and_bengios_correction():
+    known = Known({"convit": {0: 90.0, 1: 84.0, 2: 80.0}, "deit": {0: 80.0, 1: 80.0, 2: 79.0}})
+    found = results(known, "digits").effect(minus(CONVIT, DEIT))
+    values = np.array([10.0, 4.0, 1.0])
+    error = values.std(ddof=1) * math.sqrt(1 / 3 + 1 / 3)  # a third as many test as training images
+    assert found.images == "own"
+    assert found.estimate.half_width == pytest.approx(stats.t.ppf(0.975, 2) * error)
+
+
+def test_shared_images_are_compared_one_by_one_if_they_are_recorded():
+    rng = np.random.default_rng(0)
+    easy = rng.random(400) < 0.8
+    right = {
+        "convit": {seed: easy | (rng.random(400) < 0.1) for seed in range(4)},
+        "deit": {seed: easy & (rng.random(400) < 0.98) for seed in range(4)},
+    }
+    top1 = {model: {n: 100 * x.mean() for n, x in of.items()} for model, of in right.items()}
+    paired = results(Known(top1, right)).effect(minus(CONVIT, DEIT))
+    unpaired = results(Known(top1)).effect(minus(CONVIT, DEIT))
+    assert (paired.images, unpaired.images) == ("paired", "unpaired")
+    assert paired.estimate.mean == pytest.approx(unpaired.estimate.mean)
+    assert paired.estimate.half_width < 0.7 * unpaired.estimate.half_width
+    p, q = (np.mean(list(of.values())) / 100 for of in top1.values())
+    spread = np.std(
+        [a - b for a, b in zip(*(of.values() for of in top1.values()), strict=True)], ddof=1
+    )
+    error = math.sqrt(spread**2 / 4 + 1e4 * (p * (1 - p) + q * (1 - q)) / 400)
+    quantile = stats.t.ppf(0.975, unpaired.estimate.df)
+    assert unpaired.estimate.half_width == pytest.approx(quantile * error)
+    # A gain in per cent has nearly the interval of the difference, divided by DeiT's accuracy.
+    gain = results(Known(top1, right)).effect(relative_gain(CONVIT, DEIT))
+    expected = 100 * paired.estimate.half_width / (100 * q)
+    assert gain.estimate.half_width == pytest.approx(expected, rel=0.15)
