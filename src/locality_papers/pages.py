@@ -19,7 +19,7 @@ from locality_papers.experiment import Results, built, papers_order
 from locality_papers.reproduce import names, write_picture
 from locality_papers.runs import get_scale
 from locality_papers.table import Recorded
-from locality_papers.text import Part, everywhere, page, papers, rendered
+from locality_papers.text import Part, page, papers, rendered, said
 
 SHOWN = ("digits", "fashion", "fashion14")
 """Scales with records in the repository."""
@@ -137,7 +137,8 @@ def headlines(found: Iterable[Answer]) -> str:
     for question, experiment in HEADLINES.items():
         if at := grouped.get((experiment, question)):
             paper = papers(next(iter(at.values())))
-            lines.append(f"| {question} | {paper} | {everywhere(at)} |")
+            here = "; ".join(f"{scale}: {said(answer)}" for scale, answer in at.items())
+            lines.append(f"| {question} | {paper} | {here} |")
     return "\n".join(lines) + "\n"
 
 
