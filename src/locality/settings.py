@@ -97,13 +97,12 @@ def check(config: Any, prefix: str = "") -> None:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """A configuration as nested plain values: dictionaries, lists, numbers, strings, None."""
-    return {name: _plain(value) for name, value in _values(config).items()}
+    values = {name: _plain(value) for name, value in _values(config).items()}
+    return values | values.pop(getattr(config, "OPEN", ""), {})
 
 
 def _values(config: Any) -> dict[str, Any]:
-    """The values of a configuration by name; groups are not converted."""
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return values | values.pop(getattr(config, "OPEN", ""), {})
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
 
 
 def _plain(value: Any) -> Any:
@@ -118,7 +117,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     """Inverse of `to_dict`: the configuration of type `cls` with the given values.
 
     Missing settings get their defaults. Removed settings are accepted with the value in the class's
-    `REMOVED`, and settings of `OPEN` also as a group.
+    `REMOVED`.
 
     Args:
         cls: a configuration dataclass.
@@ -131,23 +130,16 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     """
     if not isinstance(values, Mapping):
         raise UserError(f"{path or 'the configuration'} is {values!r}; give settings by name")
-    hints, open_to = type_hints(cls), getattr(cls, "OPEN", None)  # type: ignore[arg-type]
-    given, others = dict[str, Any](), dict[str, Any]()
+    hints, given = type_hints(cls), dict[str, Any]()  # type: ignore[arg-type]
     for name, value in values.items():
         dotted = f"{path}.{name}" if path else str(name)
-        if name == open_to and isinstance(value, Mapping):
-            others = dict(value)
-        elif dataclasses.is_dataclass(hints.get(name)) and not isinstance(value, hints[name]):
+        if dataclasses.is_dataclass(hints.get(name)) and not isinstance(value, hints[name]):
             given[name] = from_dict(hints[name], value, dotted)
-        elif name in hints:
-            given[name] = value
-        elif open_to is not None:
-            others[str(name)] = value
+        elif name in hints or hasattr(cls, "OPEN"):
+            given[str(name)] = value
         elif (name, value) not in getattr(cls, "REMOVED", ()):
             first, *_ = [*flatten({dotted: value}), dotted]
             raise unknown_setting(first, settings_of(cls, f"{path}." if path else ""))
-    if open_to is not None:
-        given.setdefault(open_to, others)
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         required = field.default is field.default_factory is dataclasses.MISSING
         if required and field.name not in given:

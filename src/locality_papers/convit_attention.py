@@ -12,7 +12,6 @@ from locality.figures import maps
 from locality.figures.curves import gate_panels, nonlocality_panels
 from locality.layers.position import kernel_size
 from locality.models import build
-from locality.models.variants import variant
 from locality.training.model import initial_model, load_run
 from locality_papers import diagrams
 from locality_papers.convit_tables import add_taught
@@ -213,10 +212,10 @@ def figure_3(t: Experiment, s: Scale) -> None:
         "paper's order. Self-attention (b) follows shapes, PSA at α = 0.5 (c) and 2 (d) positions."
     )
     config = s.runs("ConViT-S", seeds=s.seeds[:1])[0].config
-    name, fields = config.model.name, config.model.fields
+    name, fields = config.model.name, config.model.overrides
 
     def draw() -> Any:
-        shape: Any = variant(name).config.with_overrides(**fields)
+        shape = config.model.architecture
         image, heads = validation_sample(config, shape.img_size, 1), corner_heads(shape.num_heads)
         return maps.initial_maps(image, name, fields, seed=config.seed, heads=heads)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from locality.analysis.taps import content_off, position_embedding_off, position_off
 from locality.figures.charts import percent
-from locality.models import variant
 from locality.runner.runs import Run
 from locality.training import replace
 from locality_papers.experiment import (
@@ -146,7 +145,7 @@ def add_taught(t: Experiment, s: Scale, key: Key, measure: Measure, role: str) -
             return
         settings: dict[str, Any] = {
             "model.name": s.teacher,
-            "model.img_size": base.model.img_size or variant(base.model.name).config.img_size,
+            "model.img_size": base.model.architecture.img_size,
             "model.patch_size": None,
             "data.root": s.root_of(base.data.dataset),
             "data.train_part": (seen, 1.0),

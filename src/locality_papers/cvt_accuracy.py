@@ -145,12 +145,13 @@ def _transfer_of_classes(t: Experiment, s: Scale, classes: int) -> None:
         runs: dict[str, list[Run]] = {"new classes": [], "digits, more pixels": []}
         for start in s.runs(role, seeds=s.few_seeds, data__first_classes=classes):
             model, schedule = start.config.model, start.config.schedule
-            assert isinstance(model.img_size, int) and schedule.steps is not None
+            side = model.architecture.img_size
+            assert isinstance(side, int) and schedule.steps is not None
             larger: dict[str, Any] = {
                 "data.dataset": "digits",
                 "data.root": None,
                 "data.train_part": (0.0, 1.0),
-                "model.img_size": model.img_size * 9 // 7,
+                "model.img_size": side * 9 // 7,
             }
             config = replace(
                 dataclasses.replace(start.config, optim=tuning),

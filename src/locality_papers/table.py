@@ -22,7 +22,7 @@ import pandas as pd
 
 from locality.errors import UserError, wrap_errors
 from locality.files import LARGEST_TEXT, gunzip, parse_json, read_json, write_atomic
-from locality.models.variants import PREFIX, variant
+from locality.models.variants import PREFIX
 from locality.runner.runs import Run
 from locality.runs import RunFolder
 from locality.settings import flatten, to_dict, with_role
@@ -49,8 +49,7 @@ def settings_by_name(config: RunConfig) -> dict[str, Any]:
     """
     values = to_dict(config)
     if not config.model.name.startswith(PREFIX):
-        shape = variant(config.model.name).config.with_overrides(**config.model.fields)
-        own = to_dict(shape)
+        own = to_dict(config.model.architecture)
         values["model"] = {"name": config.model.name, "weights": config.model.weights, **own}
     flat = {name: x for name, x in flatten(values).items() if name not in _IGNORED}
     for name in _PATHS & flat.keys():

@@ -308,7 +308,7 @@ def test_images_that_are_not_square_from_training_to_fine_tuning(tmp_path, class
     cli("convert", runs[0], tmp_path / "saved")
     cli("finetune", photos, *short, "--from", tmp_path / "saved", "--output", runs[1])
     for run in runs:
-        assert read_config(run).model.img_size == (16, 32)
+        assert read_config(run).model.architecture.img_size == (16, 32)
     found = cli("eval", runs[1], "--img_size", "[32,32]", "--json").out
     assert json.loads(found)["n"] == 4
 

@@ -39,7 +39,8 @@ def test_models_differ_in_nothing_but_the_model(asked):
     first, second = (run.config for run in asked()[:2])
     changed = {name for name, *_ in differences(first, second)}
     assert changed == {"model.name", "model.patch_size"}
-    assert (first.model.img_size, first.model.patch_size, second.model.img_size) == (32, 4, 32)
+    assert first.model.overrides == {"img_size": 32, "patch_size": 4}
+    assert second.model.overrides == {"img_size": 32}
     assert first.schedule.patience is None
 
 

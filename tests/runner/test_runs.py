@@ -9,7 +9,6 @@ import yaml
 
 from locality import settings
 from locality.files import parse_yaml
-from locality.runner import runs
 from locality.runner.runs import Run, content_folder, digest
 from locality.training import RunConfig, recipe, replace, train
 from locality.training.config import model_settings
@@ -48,11 +47,6 @@ def test_one_value_is_one_identity_however_written(tiny_config, name, written, v
         values[group][own] = parse_yaml(text if "," not in text else f"[{text.strip('[]')}]", name)
         made.append(settings.from_yaml(RunConfig, yaml.safe_dump(values)))
     assert len({digest(each) for each in made}) == 1
-
-
-def test_the_default_of_every_setting_that_identifies_a_run_is_frozen():
-    counted = settings.flatten(settings.to_dict(RunConfig()))
-    assert runs._INTRODUCED.keys() == counted.keys() - runs._NO_NUMBER
 
 
 IDENTITIES = """\

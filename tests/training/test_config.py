@@ -16,7 +16,8 @@ from .conftest import tiny
 BAD = {
     "seed": [-1, 1.5, "zero"],
     "model.img_size": [0, -8, 2.5, (8, 0), (8, 8, 8)],
-    "model.overrides": ["depth", {"img_size": 8}, {"num_classes": 3}],
+    "model.overrides": ["depth"],
+    "model.num_classes": [3],
     "data.fraction": [0, 1.5, "all"],
     "data.dataset": ["digit"],
     "optim.lr": [0, float("nan"), float("inf"), "fast"],

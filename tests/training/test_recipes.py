@@ -27,7 +27,7 @@ def test_a_recipe_is_described_and_its_model_exists(name):
     assert describe(name).splitlines()[0].endswith(".")
     assert f"`{name}`" in (Path(__file__).parents[2] / "docs/training.md").read_text()
     with torch.device("meta"):
-        build(config.model.name, img_size=config.model.img_size, **config.model.overrides)
+        build(config.model.architecture)
 
 
 def test_the_deit_recipe_is_the_published_one():
@@ -67,7 +67,7 @@ def test_fine_tuning_lasts_as_long_as_in_the_paper(target, steps):
     config = recipe("finetune_384", {"data.dataset": target})
     assert config.schedule.steps == steps
     assert (config.optim.name, config.optim.momentum) == ("sgd", 0.9)
-    assert (config.engine.batch_size, config.model.img_size) == (512, 384)
+    assert (config.engine.batch_size, config.model.architecture.img_size) == (512, 384)
     assert config.input.crop_mode == "squash"
 
 

@@ -25,9 +25,9 @@ from locality.data.config import InputConfig
 from locality.data.sources import ImageSource
 from locality.errors import UserError
 from locality.files import read_shaped
+from locality.models.config import to_2tuple
 from locality.runs import RunFolder
 from locality.training.config import RunConfig, read_config
-from locality.training.model import meta_model
 
 MAX_SIDE = 32
 """Larger images are resized so that their longer side has this many pixels."""
@@ -135,7 +135,7 @@ def baseline_inputs(
 
 
 def _preprocessing(config: RunConfig) -> InputConfig:
-    return config.input.at(meta_model(config, num_classes=1).img_size)
+    return config.input.at(to_2tuple(config.model.architecture.img_size))
 
 
 def record_baselines(

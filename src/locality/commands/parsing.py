@@ -101,8 +101,6 @@ class Parser(argparse.ArgumentParser):
                 shown, option = values.get(name), group + name
                 self.add(f"--{option}", shown, setting.text, setting.hint, *flags)
                 self._settings.add(option)
-                if name not in known:
-                    self._types[option] = Any  # digests use it as written
 
     def add_model(self, name: str, graph: bool = False, **how: Any) -> None:
         """Add an argument that names a model, or a graph, and the options of `GivenModel`."""

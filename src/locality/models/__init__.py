@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from locality.models.convit import VisionTransformer as VisionTransformer
     from locality.models.cvt import ConvolutionalAttention as ConvolutionalAttention
     from locality.models.cvt import ConvolutionalVisionTransformer as ConvolutionalVisionTransformer
+    from locality.models.factory import TimmConfig as TimmConfig
     from locality.models.factory import build as build
     from locality.models.factory import count_macs as count_macs
     from locality.models.factory import count_parameters as count_parameters

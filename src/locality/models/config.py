@@ -115,7 +115,7 @@ class Architecture:
             UserError: for an unknown field (suggesting the nearest) or an invalid value.
         """
         check_known(f"setting of {type(self).__name__}", fields, self.settings(), UnknownSetting)
-        return dataclasses.replace(self, **fields)
+        return dataclasses.replace(self, **fields) if fields else self
 
     @classmethod
     def settings(cls) -> dict[str, Setting]:

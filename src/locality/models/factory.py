@@ -310,13 +310,17 @@ def count_macs(model: ImageClassifier, img_size: int | tuple[int, int] | None = 
     """
     size = model.img_size if img_size is None else to_2tuple(img_size)
     with torch.device("meta"):
-        counted = build(model.config).eval()
+        on_meta = next(model.parameters()).is_meta
+        counted = model if on_meta else build(model.config)
         images = torch.zeros(1, model.in_chans, *size)
     wrong = f"{model.variant} cannot take images of {size[0]}×{size[1]} pixels"
     counter = FlopCounterMode(display=False)
     # The math backend consists of counted products; fused ones are opaque to the counter.
+    training = counted.training
+    counted.eval()
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter, wrap_errors(wrong, RuntimeError):
         counted.forward_head(counted.forward_features(images))
+    counted.train(training)
     return counter.get_total_flops() // 2
 
 

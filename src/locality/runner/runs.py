@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from locality.errors import UserError
-from locality.files import read_yaml
 from locality.machine import processors
 from locality.runs import RunFolder, is_run_folder
 from locality.settings import flatten, to_dict, with_role
@@ -23,8 +22,8 @@ TRAIN = "locality.training:train"
 _RUNS = with_role(RunConfig, "run")
 # Settings that do not affect a run's results.
 _NO_NUMBER = with_role(RunConfig, "how", "label")
-# Defaults of all other settings when they were introduced.
-_INTRODUCED = flatten(read_yaml(Path(__file__).with_name("introduced.yaml")))
+# Of all other settings those count that differ from the defaults, which therefore never change.
+_DEFAULTS = flatten(to_dict(RunConfig()))
 
 
 @dataclass(frozen=True)
@@ -77,22 +76,22 @@ class Outcome:
 def digest(config: RunConfig, task: str = TRAIN) -> str:
     """Twelve hexadecimal digits that identify what a run computes.
 
-    Only settings that differ from their default when introduced count: adding a setting keeps
-    existing folders, changing a default does not.
+    Only settings that differ from their default count, so adding a setting keeps existing folders.
     """
     values = {
         _as_introduced(name): _folder_name(value) if name in _RUNS else value
         for name, value in flatten(to_dict(config)).items()
-        if name not in _NO_NUMBER and (name not in _INTRODUCED or value != _INTRODUCED[name])
+        if name not in _NO_NUMBER and (name not in _DEFAULTS or value != _DEFAULTS[name])
     }
     text = json.dumps([task, values], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _as_introduced(name: str) -> str:
-    """A setting's name in the digest: architecture settings used to be under model.overrides."""
-    is_own = name.startswith("model.") and name not in _INTRODUCED
-    return name.replace("model.", "model.overrides.", 1) if is_own else name
+    """A setting's name in the digest: most of an architecture's used to be in model.overrides."""
+    is_own = name.startswith("model.") and name not in _DEFAULTS
+    earlier = is_own and name not in ("model.img_size", "model.patch_size")
+    return name.replace("model.", "model.overrides.", 1) if earlier else name
 
 
 def _folder_name(value: str | None) -> str | None:

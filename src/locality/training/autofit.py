@@ -70,14 +70,14 @@ def autofit(name: str, given: Mapping[str, Any]) -> AutoFit:
     if name == "photos" and not given.keys() & {"model.img_size", "model.patch_size"}:
         chosen |= sized(config.model.name, image_size(side))
     sized_config = recipe(name, chosen | dict(given))
-    small = is_small(sized_config.model.name, sized_config.model.img_size)
+    small = is_small(sized_config.model)
     chosen["engine.batch_size"] = batch_size(images, small)
     if small:
         chosen["engine.threads"] = idle_processors(_MOST_THREADS)
     if not small and name == "finetune" and images >= FINETUNED_MIX_IMAGES:
         chosen |= {"augment.mixup": 0.8, "augment.cutmix": 1.0}
     config = recipe(name, chosen | dict(given))
-    model, size = config.model.name, config.model.img_size
+    model, size = config.model.name, config.model.overrides.get("img_size")
     reasons = [
         f"images  {images:,} for training and {len(splits.val):,} for validation, of "
         f"{len(splits.classes):,} classes, about {side} pixels on the shorter side{crop}",

@@ -6,15 +6,18 @@ Runs with equal settings compute the same. `locality.training.recipes` fills the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from locality import checks, settings
+from locality import checks, models, settings
 from locality.data.config import AugmentConfig, DataConfig, InputConfig
 from locality.errors import UserError
+from locality.models.config import Architecture
 from locality.models.variants import PREFIX, variant
 from locality.runs import RunFolder
 from locality.settings import Setting, check, setting, settings_of, unknown_setting
@@ -22,65 +25,75 @@ from locality.settings import Setting, check, setting, settings_of, unknown_sett
 Precision = Literal["auto", "fp32", "bf16-mixed", "fp16-mixed"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class ModelConfig:
     """The network and its initial weights.
 
     Attributes:
         name: one of `locality models`, or "timm/" and the name of a timm model.
-        img_size: image size in training in pixels, a number or [height, width]; None is the model's
-            own.
-        patch_size: side of a patch in pixels; None is the model's own.
         weights: initial weights: a run folder, weights in any format, or the name of public ones;
             None initialises from the seed. The classifier is new if the classes differ.
         entry: the state dict of `weights` to load, if a file has several.
-        overrides: other settings of the architecture, such as `locality_strength` or `depth`, set
-            like those above; for timm's models, arguments of the model's function.
+        overrides: the settings of the architecture that differ from the model's own, such as
+            `img_size` or `depth`, also given like those above; for timm's models, arguments of the
+            model's function. None is the model's own value.
     """
 
     OPEN = "overrides"
 
     name: str = "convit_nano"
-    img_size: checks.ImageSize | None = None
-    patch_size: checks.Count | None = None
     weights: str | None = setting(None, "run")
     entry: str | None = None
     overrides: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        name: str = "convit_nano",
+        weights: str | None = None,
+        entry: str | None = None,
+        overrides: Mapping[str, Any] = {},
+        **settings: Any,
+    ) -> None:
+        given = checks.typed("model.overrides", overrides, dict[str, Any]) | settings
+        given = {key: value for key, value in given.items() if value is not None}
+        self.__dict__.update(name=name, weights=weights, entry=entry, overrides=given)
         check(self, "model.")
         if self.entry is not None and self.weights is None:
             raise UserError("model.entry is set but model.weights is not")
-        for name in ("img_size", "patch_size", "num_classes", "in_chans"):
-            if name in self.overrides:
-                told = f"give model.{name}" if "size" in name else "the data decides it"
-                raise UserError(f"model.overrides has '{name}'; {told}")
-        if self.name.startswith(PREFIX):
-            return
-        known = settings_of(ModelConfig, "model.") | model_settings(self.name)
-        overrides = {}
-        for name, value in self.overrides.items():
-            if f"model.{name}" not in known:
-                raise unknown_setting(f"model.{name}", known, f"setting of {self.name}")
-            if value is not None:
-                value = checks.typed(f"model.{name}", value, known[f"model.{name}"].hint)
-            overrides[name] = value
-        object.__setattr__(self, "overrides", overrides)
-        variant(self.name).config.with_overrides(**self.fields)
+        known, of_timm = model_settings(self.name), self.name.startswith(PREFIX)
+        for key, value in given.items():
+            dotted = f"model.{key}"
+            if key in BY_DATA:
+                raise UserError(f"{dotted} cannot be set; the data decides it")
+            if dotted in known:
+                self.overrides[key] = checks.typed(dotted, value, known[dotted].hint)
+            elif not of_timm and key != "patch_size":  # which a CvT explains
+                known |= settings_of(ModelConfig, "model.")
+                raise unknown_setting(dotted, known, f"setting of {self.name}")
+        if not of_timm:  # those are checked when they are built: importing timm takes seconds
+            _ = self.architecture
 
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The architecture settings that are given."""
-        sizes = {"img_size": self.img_size, "patch_size": self.patch_size}
-        return {name: x for name, x in (sizes | self.overrides).items() if x is not None}
+    @cached_property
+    def architecture(self) -> Any:
+        """The complete architecture, a `ViTConfig`, `CvTConfig` or `TimmConfig`.
+
+        Its channels and classes are the model's own; the data decides those of the run.
+        """
+        if not self.name.startswith(PREFIX):
+            return variant(self.name).config.with_overrides(**self.overrides)
+        return models.TimmConfig.named(self.name).with_overrides(**self.overrides)
+
+
+BY_DATA = ("num_classes", "in_chans")
+"""The settings of an architecture that the data decides."""
 
 
 def model_settings(name: str) -> dict[str, Setting]:
-    """A model's architecture settings by dotted name; empty for timm's models."""
+    """A model's architecture settings by dotted name; of timm's models, only the image size."""
     if name.startswith(PREFIX):
-        return {}
-    own = variant(name).config.settings()
-    return {f"model.{name}": own[name] for name in own.keys() - {"num_classes", "in_chans"}}
+        return {"model.img_size": settings_of(Architecture)["img_size"]}
+    own = variant(name).config.settings().items()
+    return {f"model.{name}": setting for name, setting in own if name not in BY_DATA}
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,12 +18,12 @@ from locality import checks
 from locality.data import open_data, train_loader
 from locality.data.config import DATASETS, DataConfig
 from locality.machine import arithmetic_threads
-from locality.models import count_macs, count_parameters
+from locality.models import build, count_macs, count_parameters
 from locality.runs import RunFolder
 from locality.training.config import ModelConfig, RunConfig
 from locality.training.devices import autocast, resolve_accelerator
 from locality.training.folder_checks import check_places
-from locality.training.model import build_model, meta_model
+from locality.training.model import build_model
 from locality.training.optim import create_optimizer, make_plan
 from locality.training.resolved_run import ResolvedRun
 
@@ -167,23 +168,19 @@ def _opened(data: DataConfig, seed: int) -> tuple[int, int, int]:
 
 def parameters(model: ModelConfig, classes: int) -> int:
     """The number of parameters of a model."""
-    return _size(model, classes)[0]
+    return _size(model.architecture, classes)[0]
 
 
 def forward_macs(model: ModelConfig, classes: int) -> int:
     """Multiply-accumulates of one image's forward pass."""
-    return _size(model, classes)[1]
+    return _size(model.architecture, classes)[1]
 
 
-_SIZES: dict[str, tuple[int, int]] = {}
-
-
-def _size(model: ModelConfig, classes: int) -> tuple[int, int]:
-    named = repr((model.name, model.fields, classes))
-    if named not in _SIZES:
-        network = meta_model(RunConfig(model=model), classes)
-        _SIZES[named] = count_parameters(network), count_macs(network)
-    return _SIZES[named]
+@cache
+def _size(architecture: Any, classes: int) -> tuple[int, int]:
+    with torch.device("meta"):
+        network = build(architecture, num_classes=classes)
+    return count_parameters(network), count_macs(network)
 
 
 def format_duration(seconds: float) -> str:

@@ -38,7 +38,6 @@ def settings_from_weights(weights: str, entry: str | None = None) -> dict[str, A
         "model.weights": weights,
         "model.name": name,
         "model.img_size": height if height == width else (height, width),
-        "model.patch_size": fields.pop("patch_size", None),
         **{f"model.{field}": value for field, value in fields.items()},
     }
     if found.preprocessing is not None:
@@ -56,7 +55,8 @@ def build_model(config: RunConfig, num_classes: int) -> ImageClassifier:
         UserError: if the model cannot be built.
     """
     torch.manual_seed(config.seed)
-    model = build(config.model.name, num_classes=num_classes, **config.model.fields)
+    model = build(config.model.architecture, num_classes=num_classes)
+    model.variant = config.model.name
     model.shortcuts = True  # 5 to 40% faster, see docs/speed.md
     if config.engine.grad_checkpointing:
         model.set_grad_checkpointing(True)

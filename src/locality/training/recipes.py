@@ -341,11 +341,9 @@ SMALL_SIDE = 96
 """Largest image side in pixels for which `photos` uses its small-image settings."""
 
 
-def is_small(model: str, img_size: ImageSize | None) -> bool:
-    """Whether `photos` uses its small-image settings; None is the model's own size."""
-    if img_size is None and not model.startswith(PREFIX):
-        img_size = variant(model).config.img_size
-    return img_size is not None and max(to_2tuple(img_size)) <= SMALL_SIDE
+def is_small(model: ModelConfig) -> bool:
+    """Whether `photos` uses its small-image settings."""
+    return max(to_2tuple(model.architecture.img_size)) <= SMALL_SIDE
 
 
 def photos(model: str = "cvt_photo", img_size: ImageSize | None = None) -> RunConfig:
@@ -363,17 +361,16 @@ def photos(model: str = "cvt_photo", img_size: ImageSize | None = None) -> RunCo
     Cost: ten minutes anywhere.
     Expect: depends on the images; pretrained weights (`finetune`) help more than time.
     """
-    small, augment = is_small(model, img_size), _PHOTO_AUGMENT
+    network, augment = ModelConfig(model, img_size=img_size), _PHOTO_AUGMENT
+    small = is_small(network)
     optim = OptimConfig("adamw", lr=1e-3, lr_batch=64, weight_decay=0.05)
     if small:
-        pad = max(to_2tuple(img_size or variant(model).config.img_size)) // 8
+        pad = max(to_2tuple(network.architecture.img_size)) // 8
         augment = AugmentConfig(crop="pad", pad=pad, hflip=0.5, affine=5.0, color_jitter=0.2)
         optim = OptimConfig("adamuon", lr=6e-3, weight_decay=0.05)
     return RunConfig(
         recipe="photos",
-        model=ModelConfig(
-            model, img_size=img_size, overrides={} if small else {"drop_path_rate": 0.1}
-        ),
+        model=ModelConfig(model, img_size=img_size, drop_path_rate=None if small else 0.1),
         data=DataConfig("folder", exif=True, val_fraction=0.15),
         input=InputConfig(crop_pct=1.0),
         augment=augment,
@@ -403,8 +400,9 @@ def finetune(
     Cost: ten minutes, or 50 passes over the images.
     Expect: depends on the images.
     """
-    scratch, start = photos(model, img_size), {"weights": weights, "overrides": {}}
-    if is_small(model, img_size):
+    scratch = photos(model, img_size)
+    start: dict[str, Any] = {"weights": weights, "overrides": {}, "img_size": img_size}
+    if is_small(scratch.model):
         return _as(scratch, "finetune", model=start)
     length = {"steps": 500, "warmup": 50, "eval_every": 50, "patience": 150}
     return _as(

@@ -66,14 +66,15 @@ class ResolvedRun:
         # Check the settings before a large dataset is read.
         check_optimizer(config.optim)
         check_teacher(config.objective)
-        meta_model(config, num_classes=1)
+        model = meta_model(config, num_classes=1)
         self.config = config
         self.splits = splits or open_data(config.data, config.seed, classes)
         if not len(self.splits.val):
             raise UserError(f"dataset '{config.data.dataset}' has no images to evaluate on")
         self.plan = make_plan(config, len(self.splits.train))
         self.notes = check_classes(self.splits, self.plan)
-        model = meta_model(config, len(self.splits.classes))
+        with torch.device("meta"):
+            model.reset_classifier(len(self.splits.classes))
         parameter_groups(model, config.optim)  # refuses a layer decay that the model cannot have
         self.device_type = devices.resolve_accelerator(config.engine.accelerator)
         processes, nodes = devices.process_layout(config.engine, self.device_type)
