@@ -122,9 +122,9 @@ def test_what_transformers_cvt_can_say_is_compared_and_the_rest_refused():
     refused = {
         "kv_stride": {"kv_stride": (2, 2, (1, 2, 2))},
         "mlp_ratio": {"mlp_ratio": (2.0, 2.0, (4.0, 2.0, 2.0))},
-        "3 blocks": {"depth": (1, 2, 2)},
+        "depth": {"depth": (1, 2, 2)},
         "projection": {"projection": "linear"},
-        "global_pool": {"global_pool": "avg"},
+        "class_token": {"global_pool": "avg"},
     }
     for field, settings in refused.items():
         with pytest.raises(UserError, match=field):

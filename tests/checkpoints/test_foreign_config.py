@@ -18,7 +18,7 @@ from transformers import (
     ViTImageProcessorPil,
 )
 
-import locality.timm
+import locality
 from locality.checkpoints import Preprocessing, loading, open_model
 from locality.errors import UserError
 
@@ -93,6 +93,12 @@ def saved_by_timm(folder, randomise, name, data=DATA, **arguments):
     model.pretrained_cfg = {**model.pretrained_cfg, **data}
     save_for_hf(model, folder, model_config={"label_names": NAMES})
     return model
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    """Our models in timm's registry; other modules list timm's own when they are imported."""
+    import locality.timm  # noqa: F401
 
 
 @pytest.mark.parametrize(

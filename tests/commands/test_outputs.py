@@ -105,8 +105,8 @@ def test_a_folder_that_holds_something_gets_no_model(command, place, capsys):
     assert (place / "config.json").read_text() == "{}"
 
 
-def test_records_of_an_experiment_are_checked_before_the_work(place, capsys):
+def test_the_page_of_an_experiment_is_checked_before_the_work(place, capsys):
     (place / "digits").mkdir()
-    (place / "digits" / "convit-table-2.json").write_text("{}")
+    (place / "digits" / "convit-table-2.md").write_text("mine")
     assert wrote("reproduce convit/table-2 --output {}", place) == 2
-    assert "convit-table-2.json" in capsys.readouterr().err
+    assert "convit-table-2.md" in capsys.readouterr().err

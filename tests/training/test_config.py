@@ -81,11 +81,6 @@ def test_a_file_that_is_no_configuration_is_refused(text):
         from_yaml(RunConfig, text)
 
 
-def test_mixing_needs_pairs():
-    with pytest.raises(UserError, match="pairs"):
-        tiny(augment__mixup=0.8, engine__batch_size=12, engine__accumulate=4)
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_survives_writing_and_reading(name):
     config = recipe(name)
