@@ -284,7 +284,7 @@ def _infer(state: State, key_map: KeyMap, settings: Mapping[str, Any]) -> tuple[
         stem = state.get(key_map.rename(f"{row.config.stem}.weight"))
         width = getattr(row.config, "embed_dim", None) or row.config.stages[0].embed_dim
         with contextlib.suppress(UserError, KeyError):
-            if stem is not None and len(stem) == width:  # else without building the model
+            if stem is not None and stem.shape[:1] == (width,):  # else without building the model
                 fields = _depths(state, row.config) | dict(settings)
                 config = row.config.with_overrides(**fields)
                 config = fit_interface(state, key_map, config, settings)
