@@ -85,7 +85,7 @@ class Classifier:
         set_data_config(model, preprocessing)
         return cls(
             name or model.variant or type(model).__name__,
-            torch.no_grad()(model.faster),
+            torch.no_grad()(model),
             preprocessing,
             None if classes is None else tuple(classes),
             model,
