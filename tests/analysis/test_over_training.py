@@ -61,3 +61,7 @@ def test_a_run_with_snapshots_is_the_run_without(run, tmp_path, tiny_config):
     for name, value in alone.state_dict().items():
         assert torch.equal(value, kept.state_dict()[name]), name
     assert (run / "metrics.csv").read_text() == (tmp_path / "alone" / "metrics.csv").read_text()
+
+
+def test_a_run_without_a_record_has_no_trajectory(tmp_path):
+    assert recorded_trajectory(tmp_path) is None

@@ -72,6 +72,9 @@ def test_an_odd_batch_is_only_refused_if_its_images_are_mixed(tmp_path):
     assert train(tiny(**odd, augment__mixup=0, augment__cutmix=0), tmp_path / "run")["steps"] == 2
     with pytest.raises(UserError, match="mixup"):
         train(tiny(**odd, augment__mixup=0.8), tmp_path / "mixed")
+    thirds = {"engine__batch_size": 12, "engine__accumulate": 4}  # three images at a time
+    with pytest.raises(UserError, match="pairs"):
+        train(tiny(**thirds, augment__mixup=0.8), tmp_path / "mixed")
     assert not (tmp_path / "mixed").exists()
 
 
