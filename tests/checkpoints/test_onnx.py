@@ -198,6 +198,8 @@ TAMPERED = {
 @pytest.mark.parametrize("kind", TAMPERED)
 def test_a_graph_that_was_tampered_with_is_refused(kind, exported, tmp_path):
     tamper, named = TAMPERED[kind]
+    if kind == "another size" and len(exported[3]) > 1:
+        pytest.skip("the graph takes images of any size")
     model, path = onnx.load(exported[1]), tmp_path / "a.onnx"
     tamper(model)
     path.write_bytes(model.SerializeToString())

@@ -129,9 +129,9 @@ WAYS = {
     "convert runs/photos out": "entry",
     "export runs/photos out.onnx": "entry",
     "data check photos": "",
-    "reproduce all": "json list",
-    "reproduce all --finished": "json list dry_run jobs threads executor",
-    "reproduce all --dry_run": "json list finished recorded",
+    "reproduce all": "json list times",
+    "reproduce all --finished": "json list times dry_run jobs threads executor",
+    "reproduce all --dry_run": "json list times finished recorded",
     "reproduce --list": (
         "dry_run finished output seeds fraction jobs threads executor data recorded quiet"
     ),

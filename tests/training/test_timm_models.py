@@ -81,7 +81,7 @@ def test_the_whole_life_of_a_run(tmp_path, cli):
     assert len(answers) == 1
     cli("report", run, "--output", tmp_path / "report.html")
     assert NAME in (tmp_path / "report.html").read_text()
-    refused = cli("convert", run, tmp_path / "x.pth", "--to", "deit", code=2)
+    refused = cli("convert", run, tmp_path / "x.pth", "--to", "timm", code=2)
     assert "a timm model" in refused.err
 
 
