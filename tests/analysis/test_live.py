@@ -181,7 +181,7 @@ def counted(page, model):
     ).json_value()
 
 
-def test_sliders_move_gates_and_a_button_puts_them_back(open_ready, file, trained, examples):
+def test_sliders_and_buttons_move_gates_and_put_them_back(open_ready, file, trained, examples):
     page = open_ready(file)
     labels, images = zip(*examples, strict=True)
     truth = {}
@@ -195,7 +195,11 @@ def test_sliders_move_gates_and_a_button_puts_them_back(open_ready, file, traine
     assert page.locator("#trained").is_disabled()
     for gate in (-1, 1):
         page.evaluate("document.querySelector('.model').dataset.right = ''")
-        slide(page, "gate", 100 * gate)
+        if gate == -1:
+            page.locator("#content-only").click()
+        else:
+            slide(page, "gate", 100 * gate)
+        assert page.locator("#content-only").is_disabled() == (gate == -1)
         assert page.locator("#strength").is_disabled() == (gate == -1)  # no position in any layer
         assert int(counted(page, 0)) == truth[gate]
     slide(page, "strength", -100)

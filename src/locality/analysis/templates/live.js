@@ -91,7 +91,7 @@ function build() {
   const positional = models.some((model) => model.positional), gated = models.some((model) => model.gated);
   $("modes").hidden = !positional;
   $("moving").hidden = !positional;
-  $("gate-choice").hidden = !gated;
+  $("gate-choice").hidden = $("content-only").hidden = !gated;
   const table = $("colours").getContext("2d");
   COLOURS.forEach((colour, at) => { table.fillStyle = `rgb(${colour})`; table.fillRect(at, 0, 1, 1); });
 }
@@ -303,6 +303,7 @@ function move() {
     $(slider).setAttribute("aria-valuetext", $(value).textContent);
   }
   $("trained").disabled = !gate && !strength;
+  $("content-only").disabled = gate === -100;
   // With all gates at 0, position has no effect.
   $("strength").disabled = gate === -100 && models.every((model) => model.gated || !model.positional);
   update();
@@ -384,6 +385,7 @@ function listen() {
     chooseCell(Math.floor((event.clientY - box.top) / box.height * GRID[0]), Math.floor((event.clientX - box.left) / box.width * GRID[1]));
   });
   for (const slider of ["gate", "strength"]) $(slider).addEventListener("input", move);
+  $("content-only").addEventListener("click", () => { $("gate").value = -100; move(); });
   $("trained").addEventListener("click", () => { $("gate").value = $("strength").value = 0; move(); });
   document.querySelectorAll('input[name="mode"]').forEach((input) => input.addEventListener("change", () => chooseMode(input.value)));
   document.addEventListener("keydown", pressed);
