@@ -1,5 +1,6 @@
 """Comparing models on a custom dataset: equal recipe and budget, nothing computed twice."""
 
+import math
 import os
 import signal
 import subprocess
@@ -10,8 +11,7 @@ import pytest
 
 from locality.analysis.runs import read_runs
 from locality.errors import UserError
-from locality.runner import comparison
-from locality.runner.comparison import comparison_runs
+from locality.runner.comparison import comparison_runs, shortened
 from locality.runner.executors import run_all
 from locality.runs import RunFolder
 from locality.settings import differences
@@ -30,7 +30,7 @@ def asked(photos, tmp_path):
     def runs(**changes):
         data = {"data.root": str(photos), "data.dataset": "folder"}
         given = {"models": MODELS, "steps": 2, "seeds": 2, "fractions": (0.5, 1.0)}
-        return comparison_runs(data, tmp_path / "out", **given | changes)
+        return comparison_runs(data, tmp_path / "out", **given | changes)[0]
 
     return runs
 
@@ -44,13 +44,18 @@ def test_models_differ_in_nothing_but_the_model(asked):
     assert first.schedule.patience is None
 
 
-def test_minutes_are_shared_alike(asked, monkeypatch):
-    monkeypatch.setattr(comparison, "processors", lambda: 2)
-    runs = asked(steps=None, minutes=4)
+@pytest.mark.parametrize("jobs", [1, 2, 3])
+def test_minutes_are_shared_alike(asked, jobs):
+    runs = asked(steps=None, minutes=4, jobs=jobs)
     assert len({run.folder for run in runs}) == len(runs) == 8
     (minutes,) = {run.config.schedule.minutes for run in runs}
-    assert 0.9 < minutes * 8 / 2 / 4 < 1
-    assert asked(steps=None, minutes=4) == runs
+    rounds = math.ceil(8 / jobs)
+    assert minutes == pytest.approx(4 / rounds)
+    assert asked(steps=None, minutes=4, jobs=jobs) == runs
+    # What has been spent before the runs is spared in them, but not more than half.
+    for spent, left in ((24, 216), (200, 120)):
+        (each,) = {60 * minutes - run.spent for run in shortened(runs, spent, jobs)}
+        assert each * rounds == pytest.approx(left)
 
 
 @pytest.mark.slow

@@ -55,6 +55,14 @@ def test_a_program_error_is_named_with_the_place_of_its_details(tmp_path, tiny_c
     assert "Traceback" in log_file(run.folder).read_text()
 
 
+def test_time_spent_before_a_run_counts_in_its_minutes(tmp_path, tiny_config, here, monkeypatch):
+    begun = []
+    monkeypatch.setattr("locality.training.train", lambda *_, started: begun.append(started))
+    before = time.perf_counter()
+    run_all([Run("", tiny_config(), tmp_path / "run", spent=100.0)], executor=here, quiet=True)
+    assert before - 100 <= begun[0] <= time.perf_counter() - 100
+
+
 def test_what_needs_a_failed_run_is_not_started(tmp_path, tiny_config, failing, here):
     student = Run("student", tiny_config(seed=1), tmp_path / "student", needs=(failing,))
     (outcome,) = run_all([student], executor=here, quiet=True)

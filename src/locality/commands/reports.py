@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from locality import checks
 from locality.commands import folder_name, images_at, page_in, report_unreadable, say
@@ -65,6 +67,7 @@ def compare(arguments: Sequence[str]) -> int:
     Returns:
         1 if a run failed.
     """
+    started = time.perf_counter()
     parser = Parser("compare", compare.__doc__)
     parser.add_argument("images", help="folder of images by class, or a labels.csv")
     parser.add("--models", None, "comma-separated names; weights with --pretrained")
@@ -98,25 +101,35 @@ def compare(arguments: Sequence[str]) -> int:
     data = images_at(options.images)
 
     with doing("starting", options.quiet):
-        from locality.analysis.baselines import record_baselines
+        from locality.analysis.baselines import expected_baselines, record_baselines
         from locality.report.comparison_page import build_comparison
-        from locality.runner.comparison import comparison_runs
+        from locality.runner.comparison import comparison_runs, shortened
         from locality.runner.executors import run_all
         from locality.runner.runs import workload
 
+    starting = time.perf_counter() - started
     chosen = {name: given[name] for name in _CHOSEN if name in given}
     with doing(f"reading {options.images}", options.quiet):
-        runs = comparison_runs(data, folder, names, jobs=options.jobs, **chosen)
+        runs, cropped = comparison_runs(data, folder, names, jobs=options.jobs, **chosen)
     if options.dry_run or not options.quiet:
-        print(workload(runs, options.jobs, options.threads))
+        print(workload(runs, options.jobs, options.threads) + cropped)
     if options.dry_run:
         return 0
+    known: dict[str, dict[str, Any]] = {}
+    with doing("computing the baselines", options.quiet):
+        for run in runs:
+            if not run.is_finished():
+                expected_baselines(run.config, known)
+    if options.steps is None:
+        # The runs' processes start as slowly as this one, and so does the page.
+        spent = time.perf_counter() - started + 2 * starting
+        runs = shortened(runs, spent, options.jobs)
     outcomes = run_all(runs, options.jobs, options.executor, options.threads, options.quiet)
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     for outcome in failed:
         say(f"{outcome.run.name} failed: {outcome.error}")
     folders = [outcome.run.folder for outcome in outcomes if outcome.error is None]
-    record_baselines(folders)
+    record_baselines(folders, known)
     path, said = build_comparison(folders, folder / "comparison.html")
     print(f"{said}\n{path.absolute()}")
     return 1 if failed else 0

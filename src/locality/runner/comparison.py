@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,6 @@ from locality.data import open_data
 from locality.data.sources import ImageFingerprint
 from locality.data.validation import verify
 from locality.errors import UserError
-from locality.machine import processors
-from locality.runner.executors import visible_gpus
 from locality.runner.runs import Run, content_folder
 from locality.settings import replace
 from locality.training import RunConfig
@@ -30,9 +30,6 @@ SCRATCH = ("convit_nano", "deit_nano", "cvt_photo", "timm/test_resnet")
 """Models of at most half a million parameters, trainable within minutes on a CPU."""
 PRETRAINED = ("convit_tiny.fb_in1k", "deit_tiny.fb_in1k", "cvt_13.ms_in1k", "timm/resnet18")
 
-# The share of the minutes for opening the images, the baselines and the page.
-_OTHER = 0.08
-
 
 def comparison_runs(
     data: Mapping[str, Any],
@@ -46,15 +43,17 @@ def comparison_runs(
     fractions: Sequence[float] = (1.0,),
     img_size: int | None = None,
     jobs: int = 2,
-) -> list[Run]:
-    """The runs of a comparison; the same arguments give the same runs, which resume.
+) -> tuple[list[Run], str]:
+    """The runs of a comparison, and what a centre crop drops of the images, as text.
+
+    The same arguments give the same runs, which resume.
 
     Args:
         data: data settings by dotted name.
         folder: the folder of the comparison.
         models: model names, or weights if `pretrained`; some small ones by default.
         pretrained: fine-tune weights instead of training from scratch.
-        minutes: time for all runs together, divided equally, unless `steps` is given.
+        minutes: time in all, divided equally, unless `steps` is given.
         steps: length of each run.
         seeds: runs of each model on each fraction.
         folds: cross-validation instead of seeds.
@@ -84,13 +83,12 @@ def comparison_runs(
         verify(splits.train)  # validation images of the other folds
     sizes = sampled_sizes(splits.train)
     side = img_size or image_size(median_shorter_side(sizes))
-    crop, _ = crop_settings(given, sizes)
+    crop, said = crop_settings(given, sizes)
     given |= crop
     small = not pretrained and side <= SMALL_SIDE
     given["engine.batch_size"] = batch_size(len(splits.train), small)
-    count = len(models) * len(fractions) * (folds or seeds)
-    at_once = min(jobs, count, len(visible_gpus()) or processors())
-    share = {"schedule.minutes": (1 - _OTHER) * minutes * at_once / count}
+    rounds = math.ceil(len(models) * len(fractions) * (folds or seeds) / jobs)
+    share = {"schedule.minutes": minutes / rounds}
     given |= share if steps is None else {"schedule.steps": steps}
     configs = {
         model: recipe(name, given | settings_from_weights(model) | crop)
@@ -109,7 +107,15 @@ def comparison_runs(
                 own = folder / "runs" / model.replace("/", "-")
                 runs.append(Run(title, config, content_folder(own, config)))
     _check_images(runs)
-    return runs
+    return runs, said
+
+
+def shortened(runs: Sequence[Run], seconds: float, jobs: int) -> list[Run]:
+    """Runs of minutes, of which the comparison has spent `seconds`: at most half, shared alike."""
+    share = seconds / math.ceil(len(runs) / jobs)
+    return [
+        dataclasses.replace(run, spent=min(share, 30 * run.config.schedule.length)) for run in runs
+    ]
 
 
 def _check_images(runs: Sequence[Run]) -> None:

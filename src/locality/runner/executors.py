@@ -48,7 +48,8 @@ def execute(run: Run) -> str | None:
             contextlib.redirect_stdout(file),
             contextlib.redirect_stderr(file),
         ):
-            pkgutil.resolve_name(run.task)(_with_one_device(run.config), run.folder)
+            spent = {"started": time.perf_counter() - run.spent} if run.spent else {}
+            pkgutil.resolve_name(run.task)(_with_one_device(run.config), run.folder, **spent)
     except (UserError, FileNotFoundError, PermissionError, Interrupted, ProcessKilled) as error:
         return one_line(error)
     except (KeyboardInterrupt, SystemExit):

@@ -36,6 +36,7 @@ class Run:
         folder: the run folder.
         needs: runs that must finish first (a teacher, initial weights).
         task: "module:function", called with (config, folder) to execute the run.
+        spent: how many seconds of a run of minutes have gone when it starts; only for training.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Run:
     folder: Path
     needs: tuple[Run, ...] = ()
     task: str = TRAIN
+    spent: float = 0.0
 
     def result(self) -> dict[str, Any] | None:
         """The content of result.json, or None if the run has not finished.
