@@ -6,14 +6,11 @@ import contextlib
 import multiprocessing
 import multiprocessing.queues
 import os
-import pickle
 import re
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,10 +25,8 @@ from locality.machine import UNGUARDED, end_if_importing
 
 _WORKER = "a process that loads images"
 _KILLED = re.compile(r"DataLoader worker \(pid.*\) is killed by signal: (.*?)\.")
-_EXIT_SECONDS = 1.0
-_SHARED_MEMORY = "/dev/shm"
-
-_OURS = (signal.SIGINT, signal.SIGTERM)
+# What ends a run after its current step, and reaches the whole process group.
+_STOPPING = (signal.SIGINT, signal.SIGTERM)
 # Whether signals can be blocked and waited for; elsewhere workers keep torch's handlers.
 _CAN_BLOCK = hasattr(signal, "sigwaitinfo")
 
@@ -71,7 +66,7 @@ class BatchLoader:
             batch_size=None,
             sampler=numbers,
             num_workers=workers,
-            collate_fn=partial(_sendable, workers),
+            collate_fn=_unchanged,
             multiprocessing_context=_start_method() if workers else None,
             pin_memory=pin_memory,
             worker_init_fn=_init_worker,
@@ -86,11 +81,8 @@ class BatchLoader:
     def __iter__(self) -> Iterator[Batch]:
         if self._loader is None:
             raise RuntimeError("this loader has been closed")
-        # Persistent workers belong to the last iterator; one of them may have died.
-        waiting = getattr(self._loader, "_iterator", None)
-        with _block_signals(), translate_killed_worker(waiting):
+        with _block_signals(), translate_killed_worker():
             arriving: Iterator[LoadedBatch] = iter(self._loader)
-        del waiting
         try:
             while (loaded := self._next(arriving)) is not None:
                 if loaded.error is not None:
@@ -113,8 +105,18 @@ class BatchLoader:
             del arriving
 
     def _next(self, arriving: Iterator[LoadedBatch]) -> LoadedBatch | None:
-        with translate_killed_worker(arriving):
-            return next(arriving, None)
+        try:
+            with translate_killed_worker():
+                return next(arriving, None)
+        except (EOFError, ConnectionError, RuntimeError) as error:
+            codes = [worker.exitcode or 0 for worker in getattr(arriving, "_workers", ())]
+            if UNGUARDED in codes:
+                raise UserError(_NO_GUARD) from error
+            if min(codes, default=0) < 0:
+                raise ProcessKilled(_WORKER, -min(codes)) from error
+            if isinstance(error, RuntimeError):
+                raise
+            raise ProcessKilled(_WORKER) from error  # a connection to one that is just ending
 
     def close(self) -> None:
         """End persistent workers; the loader cannot be used afterwards."""
@@ -208,11 +210,8 @@ _NO_GUARD = (
 
 
 @contextlib.contextmanager
-def translate_killed_worker(iterator: Iterator[LoadedBatch] | None = None) -> Iterator[None]:
-    """Replace torch's error for a killed loading process.
-
-    Args:
-        iterator: the loader's; its processes are checked if torch's error does not tell.
+def translate_killed_worker() -> Iterator[None]:
+    """Replace torch's error for a killed loading process, which it raises wherever training is.
 
     Raises:
         ProcessKilled: a loading process was killed.
@@ -220,21 +219,12 @@ def translate_killed_worker(iterator: Iterator[LoadedBatch] | None = None) -> It
     """
     try:
         yield
-    except (EOFError, OSError, RuntimeError) as error:
-        if found := _KILLED.search(str(error)):
-            names = {signal.strsignal(signum): signum for signum in signal.Signals}
-            raise ProcessKilled(_WORKER, names.get(found[1], signal.SIGKILL)) from error
-        workers = getattr(iterator, "_workers", [])
-        unguarded = any(worker.exitcode == UNGUARDED for worker in workers)
-        if unguarded or f"exit code {UNGUARDED}" in str(error):
+    except RuntimeError as error:
+        if killed := _KILLED.search(str(error)):
+            numbers = {signal.strsignal(number): number for number in signal.Signals}
+            raise ProcessKilled(_WORKER, numbers.get(killed[1], signal.SIGKILL)) from error
+        if f"exit code {UNGUARDED}" in str(error):
             raise UserError(_NO_GUARD) from error
-        # A connection failed; its worker has ended, or is about to.
-        deadline = time.monotonic() + _EXIT_SECONDS
-        while workers and time.monotonic() < deadline:
-            for code in (worker.exitcode for worker in workers):
-                if code is not None and code < 0:
-                    raise ProcessKilled(_WORKER, -code) from error
-            time.sleep(0.01)
         raise
 
 
@@ -244,27 +234,8 @@ def _start_method() -> str | None:
     return "fork" if chosen is None and sys.platform == "linux" else chosen
 
 
-def _sendable(workers: int, loaded: LoadedBatch) -> Any:
-    """Send tensors in shared memory, or by pipe if little is left: Docker gives 64 MB."""
-    if not workers or loaded.batch is None:
-        return loaded
-    size = loaded.batch.images.nbytes
-    with contextlib.suppress(OSError):  # only Linux has it
-        memory = os.statvfs(_SHARED_MEMORY)
-        # All workers may send at once, including those of the run's other processes.
-        if memory.f_bavail * memory.f_frsize < 4 * workers * size:
-            return loaded._replace(batch=_ByPipe(loaded.batch))  # type: ignore[arg-type]
+def _unchanged(loaded: LoadedBatch) -> LoadedBatch:
     return loaded
-
-
-class _ByPipe:
-    """A batch that is sent through the pipe between two processes, tensors included."""
-
-    def __init__(self, batch: Batch) -> None:
-        self._content = pickle.dumps(batch)
-
-    def __reduce__(self) -> Any:
-        return pickle.loads, (self._content,)
 
 
 def _end_worker(error: BaseException, item: object) -> None:
@@ -278,7 +249,7 @@ def _block_signals() -> Iterator[None]:
     if not _CAN_BLOCK:
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OURS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
     try:
         yield
     finally:
