@@ -128,7 +128,8 @@ for batch in train_loader(
 """
 
 
-@pytest.mark.parametrize("method", ["", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["", "spawn"])
 def test_a_script_without_a_main_guard(digits, tmp_path, method):
     (tmp_path / "script.py").write_text(SCRIPT)
     words = [sys.executable, tmp_path / "script.py", method]

@@ -19,10 +19,7 @@ from locality.checkpoints.run_state import (
     LAST,
     PREVIOUS,
     CheckpointFolder,
-    Packed,
-    pack,
     read_checkpoint,
-    unpack,
     write_checkpoint,
 )
 from locality.errors import NonFiniteWeights
@@ -44,15 +41,11 @@ def state(step: int, size: int = 50) -> dict[str, Any]:
     }
 
 
-def packed(step: int, size: int = 50) -> Packed:
-    return pack(state(step, size))
-
-
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
     folder = CheckpointFolder(tmp_path)
-    folder.save(packed(1))
-    folder.save(packed(2))
+    folder.save(state(1))
+    folder.save(state(2))
     return tmp_path
 
 
@@ -62,8 +55,8 @@ def test_what_was_written_is_read(written):
 
 
 def test_equal_states_make_equal_files(tmp_path):
-    write_checkpoint(tmp_path / "a", packed(1))
-    write_checkpoint(tmp_path / "b", packed(1))
+    write_checkpoint(tmp_path / "a", state(1))
+    write_checkpoint(tmp_path / "b", state(1))
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
@@ -104,7 +97,7 @@ def test_a_damaged_file_never_takes_the_place_of_a_whole_one(written):
     folder = CheckpointFolder(written)
     folder.load()
     folder.tidy()
-    folder.save(packed(3))
+    folder.save(state(3))
     assert_same(read_checkpoint(written / PREVIOUS), state(1))
     assert_same(read_checkpoint(written / LAST), state(3))
 
@@ -125,7 +118,7 @@ def test_weights_that_are_not_finite_never_replace_good_ones(name, written):
     damaged["model"]["bias"] = torch.zeros(50)
     damaged["model"][name][2] = float("nan")
     with pytest.raises(NonFiniteWeights, match="step 3"):
-        folder.save(pack(damaged))
+        folder.save(damaged)
     assert_same(CheckpointFolder(written).load()[0], state(2))
 
 
@@ -152,7 +145,7 @@ def test_a_full_disk_keeps_what_is_there_and_says_so(where, written, monkeypatch
     else:
         monkeypatch.setattr(run_state.os, where, disk_full)
     with pytest.raises(CheckpointNotSaved, match="disk is full") as caught:
-        folder.save(packed(3))
+        folder.save(state(3))
     assert "step 3" in str(caught.value) and "step 2 is kept" in str(caught.value)
     monkeypatch.undo()
     assert_same(CheckpointFolder(written).load()[0], state(2))
@@ -164,11 +157,11 @@ def test_a_run_that_meets_a_full_disk_goes_on_when_there_is_space_again(tmp_path
     train(tiny(), tmp_path / "whole")
     save = CheckpointFolder.save
 
-    def full(self: CheckpointFolder, packed: Packed) -> None:
+    def full(self: CheckpointFolder, state: dict[str, Any]) -> None:
         with monkeypatch.context() as patch:
-            if packed["tree"]["step"] > 3:
+            if state["step"] > 3:
                 patch.setattr(run_state.torch, "save", save_to_full_disk)
-            save(self, packed)
+            save(self, state)
 
     monkeypatch.setattr(CheckpointFolder, "save", full)
     with pytest.raises(CheckpointNotSaved, match="step 3 is kept"):
@@ -183,7 +176,7 @@ def test_killing_a_process_while_it_saves_leaves_a_readable_checkpoint(tmp_path)
     # The temporary folder is not used: files are written beside the one they replace.
     rng = random.Random(0)
     folder = CheckpointFolder(tmp_path)
-    folder.save(packed(0, 300))
+    folder.save(state(0, 300))
     last = 0
     for _ in range(25):
         reading, writing = os.pipe()
@@ -191,7 +184,7 @@ def test_killing_a_process_while_it_saves_leaves_a_readable_checkpoint(tmp_path)
         if not child:
             os.environ["TMPDIR"] = "/dev/shm"
             for step in range(last + 1, 10_000):
-                following = packed(step, 300)
+                following = state(step, 300)
                 os.write(writing, b".")
                 folder.save(following)
         for _ in range(rng.randint(1, 3)):
@@ -224,22 +217,3 @@ def test_a_failure_to_save_is_handed_over_once(tmp_path, monkeypatch):
     with pytest.raises(CheckpointNotSaved):
         saver.wait()
     saver.check()
-
-
-def test_packing_loses_nothing_and_shares_nothing():
-    original = {
-        "step": 7,
-        "a": [torch.randn(2, 3), (torch.zeros(1), 3), []],
-        "b": None,
-        "c": {1: torch.tensor(5), "half": torch.randn(3).bfloat16(), "empty": torch.zeros(0, 2)},
-        "turned": torch.randn(3, 4).t(),
-        "flag": torch.tensor([True, False]),
-    }
-    found = pack(original)
-    before = unpack(found)
-    assert_same(before, original)
-    original["a"][0].zero_()  # type: ignore[index]
-    again = unpack(found)
-    assert_same(again, before)
-    again["turned"].zero_()
-    assert_same(unpack(found), before)

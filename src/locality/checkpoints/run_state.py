@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import math
 import os
 import shutil
 import threading
@@ -19,7 +18,7 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from locality.checkpoints.state_dict import unpickle
 from locality.errors import CheckpointNotSaved, NonFiniteWeights, RunFailed, UserError, one_line
@@ -40,57 +39,22 @@ class DamagedCheckpoint(RunFailed):
     exit_code = 2
 
 
-_TENSOR = "\0tensor"
+def in_memory(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a nested structure of tensors and plain values into main memory.
 
-Packed = dict[str, Any]
-"""A copy of a state in main memory, ready to be written while training continues.
-
-`torch.save` takes ten times as long for hundreds of small tensors as for one large one, and blocks
-the training thread meanwhile. `buffers` therefore concatenates the tensors of each dtype, by its
-name; `tree` is the state with `[_TENSOR, dtype, offset, shape]` instead of each tensor.
-"""
+    The copy can be written while training continues.
+    """
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), dict(state))
 
 
-def pack(state: Mapping[str, Any]) -> Packed:
-    """Copy a nested structure of tensors and plain values into main memory."""
-    pieces: dict[str, list[Tensor]] = {}
-    ends: dict[str, int] = {}
-
-    def packed(tensor: Tensor) -> list[Any]:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        offset = ends.get(dtype, 0)
-        ends[dtype] = offset + tensor.numel()
-        pieces.setdefault(dtype, []).append(tensor.detach().reshape(-1).cpu())
-        return [_TENSOR, dtype, offset, list(tensor.shape)]
-
-    tree = tree_map_only(Tensor, packed, dict(state))
-    return {"tree": tree, "buffers": {dtype: torch.cat(each) for dtype, each in pieces.items()}}
-
-
-def unpack(packed: Packed) -> Any:
-    """Undo `pack`; tensors do not share memory."""
-
-    def is_tensor(node: Any) -> bool:
-        return isinstance(node, list) and node[:1] == [_TENSOR]
-
-    def unpacked(leaf: Any) -> Any:
-        if not is_tensor(leaf):
-            return leaf
-        _, dtype, offset, shape = leaf
-        count = math.prod(shape)
-        return packed["buffers"][dtype][offset : offset + count].clone().reshape(shape)
-
-    return tree_map(unpacked, packed["tree"], is_leaf=is_tensor)
-
-
-def write_checkpoint(path: Path, packed: Packed) -> None:
-    """Write a packed state to `path`, atomically.
+def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
+    """Write a state in main memory to `path`, atomically.
 
     An existing checkpoint becomes `previous.ckpt` in the same folder once the new one is on disk.
     """
     with atomic_file(path) as file:
         file.write(b" " * _HEADER_BYTES)
-        torch.save(packed, file)
+        torch.save(state, file)
         header = _expected_header(file)
         file.seek(0)
         file.write(header)
@@ -126,7 +90,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             )
         file.seek(_HEADER_BYTES)
         try:
-            state = unpack(unpickle(file, path))
+            state = unpickle(file, path)
             if not state.keys() >= _KEYS:
                 raise KeyError(*_KEYS - state.keys())
             return state
@@ -172,22 +136,22 @@ class CheckpointFolder:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
-    def save(self, packed: Packed) -> None:
-        """Write a packed state as the last checkpoint; on errors, existing checkpoints are kept.
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Write a state as the last checkpoint; on errors, existing checkpoints are kept.
 
         Raises:
             CheckpointNotSaved: if it cannot be written.
             NonFiniteWeights: if a weight is infinite or NaN.
         """
-        step = packed["tree"]["step"]
-        for name, (_, dtype, offset, shape) in packed["tree"]["model"].items():
-            if not packed["buffers"][dtype][offset : offset + math.prod(shape)].isfinite().all():
+        step = state["step"]
+        for name, tensor in state["model"].items():
+            if not tensor.isfinite().all():
                 raise NonFiniteWeights(
                     f"{name} is not finite after step {step}, so no checkpoint was written; "
                     f"{self._kept()}. Lower optim.lr or set optim.clip_grad, in a new run folder"
                 )
         try:
-            write_checkpoint(self.path / LAST, packed)
+            write_checkpoint(self.path / LAST, state)
         except (OSError, RuntimeError) as error:
             # torch.save raises a RuntimeError for a write error.
             cause = error if isinstance(error, OSError) else error.__context__
@@ -253,12 +217,12 @@ class CheckpointFolder:
             CheckpointNotSaved: if the previous checkpoint could not be saved.
         """
         self.wait()
-        self._thread = threading.Thread(target=self._save_in_thread, args=(pack(state),))
+        self._thread = threading.Thread(target=self._save_in_thread, args=(in_memory(state),))
         self._thread.start()
 
-    def _save_in_thread(self, packed: Packed) -> None:
+    def _save_in_thread(self, state: Mapping[str, Any]) -> None:
         try:
-            self.save(packed)
+            self.save(state)
         except Exception as error:  # re-raised in the training thread
             self._failure = error
 

@@ -8,7 +8,6 @@ classes once, and a broken file is an error.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import re
@@ -23,7 +22,6 @@ from glob import glob
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -58,8 +56,6 @@ _PART = re.compile(
 )
 _PARTS = {"tr": "train", "va": "val", "de": "dev", "te": "test"}
 _STDIN = Path("/dev/stdin")
-# What copies from addresses, by scheme.
-_COPY = {"s3": "`aws s3 sync`", "gs": "`gcloud storage rsync`", "hf": "`hf download`"}
 _EXAMPLES = 3  # class folders to look into
 
 
@@ -70,14 +66,13 @@ class Listing:
     Attributes:
         root: the folder.
         files: by class, in sorted order, the image files' paths relative to `root`, sorted.
-        ignored: files without an image suffix, or outside class folders.
-        loops: links back to a folder above them; not followed.
+        ignored: files without an image suffix or outside class folders, and links back to a
+            folder above them.
     """
 
     root: Path
     files: dict[str, list[str]] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
-    loops: list[str] = field(default_factory=list)
 
     def source(self, classes: Collection[str], decoding: Decoding) -> FileSource:
         """The files of `classes`, whose order numbers them; a class may have no files."""
@@ -93,16 +88,16 @@ def list_folder(root: Path | str) -> Listing:
     above. A broken link counts as an unreadable file.
     """
     root = Path(root)
-    entries = list_entries(root)
+    folders, files = list_entries(root)
     named: dict[str, str] = {}
-    for folder in entries.folders:
+    for folder in folders:
         name = class_name(folder, f"the name of the folder '{root / folder}'")
         if name in named:
             raise UserError(
                 f"'{root}' has two folders '{name}' (accents in two encodings); keep one"
             )
         named[name] = folder
-    listing = Listing(root, ignored=entries.files + entries.others)
+    listing = Listing(root, ignored=files)
     for name in sort_classes(named):
         listing.files[name] = sorted(_images(root, named[name], {root.resolve()}, listing))
     return listing
@@ -119,11 +114,11 @@ def class_name(text: str, where: str) -> str:
 
 def left_out(paths: Iterable[str]) -> str:
     """Ignored files, counted by suffix in brackets, and the package that reads them."""
-    found = Counter(os.path.splitext(path)[1].lower() for path in paths)
-    counts = ", ".join(f"{count:,} {suffix or 'without'}" for suffix, count in found.most_common())
-    if any(f".{suffix}" in found for suffix in _HEIF):
+    suffixes = Counter(os.path.splitext(path)[1].lower() for path in paths)
+    counts = ", ".join(f"{n:,} {suffix or 'without'}" for suffix, n in suffixes.most_common())
+    if any(f".{suffix}" in suffixes for suffix in _HEIF):
         counts += "; pip install 'locality[heif]' reads .heic and .heif"
-    return f" ({counts})" if found else ""
+    return f" ({counts})" if counts else ""
 
 
 def log_names(classes: Iterable[str]) -> None:
@@ -137,8 +132,8 @@ def log_names(classes: Iterable[str]) -> None:
 
 def part_of(name: str) -> str | None:
     """The split that a name such as "Training" or "test_images" denotes, or None."""
-    found = _PART.fullmatch(name.casefold())
-    return _PARTS[found[1][:2]] if found else None
+    match = _PART.fullmatch(name.casefold())
+    return _PARTS[match[1][:2]] if match else None
 
 
 def train_and_val(names: Iterable[str]) -> dict[str, str]:
@@ -146,11 +141,11 @@ def train_and_val(names: Iterable[str]) -> dict[str, str]:
 
     "dev", then "test", is the validation split if there is no "val". Empty without "train".
     """
-    found = {part_of(name): name for name in names}
-    if "train" not in found:
+    parts = {part_of(name): name for name in names}
+    if "train" not in parts:
         return {}
-    val = [found[part] for part in ("val", "dev", "test") if part in found]
-    return {"train": found["train"]} | ({"val": val[0]} if val else {})
+    val = [parts[part] for part in ("val", "dev", "test") if part in parts]
+    return {"train": parts["train"]} | ({"val": val[0]} if val else {})
 
 
 def find_splits(root: Path | str | None) -> dict[str, Path]:
@@ -163,7 +158,7 @@ def find_splits(root: Path | str | None) -> dict[str, Path]:
             split.
     """
     root = require_folder(root)
-    folders = list_entries(root).folders
+    folders, _ = list_entries(root)
     if not folders:
         raise no_images_error(root)
     parts = [name for name in folders if part_of(name)]
@@ -172,15 +167,15 @@ def find_splits(root: Path | str | None) -> dict[str, Path]:
         if len(parts) == len(folders):
             raise UserError(f"'{root}' has {some(parts)} but no folder train")
         for name in folders[:_EXAMPLES]:
-            if len(inside := train_and_val(list_entries(root / name).folders)) > 1:
-                each = " and ".join(f"{root / part / name}" for part in inside.values())
+            if len(inside := train_and_val(list_entries(root / name)[0])) > 1:
+                expected = " and ".join(f"{root / part / name}" for part in inside.values())
                 raise UserError(
                     f"'{root / name}' has {some(inside.values())}; expected splits above the "
-                    f"classes: {each}"
+                    f"classes: {expected}"
                 )
         return {"all": root}
     train = root / picked["train"]
-    if not list_entries(train).folders:
+    if not list_entries(train)[0]:
         if "val" in picked:
             raise no_images_error(train)
         return {"all": root}  # a class may be called "train", too
@@ -204,15 +199,13 @@ def open_splits(
     for listing in listings.values():
         if not any(listing.files.values()):
             raise no_images_error(listing.root)
-        if loops := [str(listing.root / path) for path in listing.loops]:
-            log_once(f"links that lead in circles are not followed: {some(loops)}")
         if ignored := listing.ignored:
             outside = [p for p in ignored if _is_image(p) and os.sep not in p]
             beside = f"; images outside of the class folders: {some(outside)}" if outside else ""
             total = len(ignored) + sum(map(len, listing.files.values()))
             left = f"{len(ignored):,} of {total:,} files are left out{left_out(ignored)}"
             log_once(f"'{listing.root}': {left}{beside}")
-    if difference := class_difference({part: each.files for part, each in listings.items()}):
+    if difference := class_difference({part: listing.files for part, listing in listings.items()}):
         raise UserError(f"train and val have different classes: {difference}")
     classes = list(next(iter(listings.values())).files)
     log_names(classes)
@@ -254,17 +247,17 @@ def short_name(path: Path | str) -> str:
     return "/".join(Path(path).parts[-2:])
 
 
-def image_files(given: Iterable[str]) -> Iterator[Path]:
+def image_files(paths: Iterable[str]) -> Iterator[Path]:
     """The image files in paths of files and folders, sorted within a folder.
 
     A folder stands for all images in it and its subfolders. A pattern ("loose/*.jpg") is expanded
     unless a file has that name; - is standard input.
     """
-    for name in given:
+    for name in paths:
         path = _STDIN if name == "-" else Path(name)
         check_address(name)
-        if found := [] if os.path.lexists(path) else sorted(glob(name, recursive=True)):
-            yield from image_files(found)
+        if matches := [] if os.path.lexists(path) else sorted(glob(name, recursive=True)):
+            yield from image_files(matches)
         elif path.is_dir():
             listing = Listing(path)
             inside = list(_images(path, "", set(), listing))
@@ -304,12 +297,9 @@ def check_root(config: DataConfig) -> None:
 
 def check_address(path: str) -> None:
     """Check that a path of images is not an address on a network."""
-    scheme, slashes, _ = path.partition("://")
-    if slashes and not os.path.exists(path):
-        copy = _COPY.get(scheme.lower(), "a browser or curl")
+    if "://" in path and not os.path.exists(path):
         raise UserError(
-            f"'{path}' is an address, and images are read from folders and files; copy them to "
-            f"this machine with {copy}, and give the copy"
+            f"'{path}' is an address; copy the images to this machine and give their folder"
         )
 
 
@@ -332,7 +322,7 @@ def require_folder(root: Path | str | None, or_file: bool = False) -> Path:
 
 
 def no_images_error(root: Path) -> UserError:
-    if any(map(_is_image, list_entries(root).files)):
+    if any(map(_is_image, list_entries(root)[1])):
         return UserError(
             f"'{root}' contains images; expected one folder per class (if it is one, give the "
             f"folder above it)"
@@ -348,53 +338,34 @@ def no_images_error(root: Path) -> UserError:
 
 
 def _images(root: Path, relative: str, above: set[Path], listing: Listing) -> Iterator[str]:
-    """All images below a folder; other files and loops are added to `listing`."""
-    place, inside = (root / relative).resolve(), partial(os.path.join, relative)
-    if place in above:
-        listing.loops.append(relative)
+    """All images below a folder; everything else in it is added to `listing.ignored`."""
+    folder, inside = (root / relative).resolve(), partial(os.path.join, relative)
+    if folder in above:
+        listing.ignored.append(relative)
         return
-    entries = list_entries(place)
-    for name in entries.files:
+    folders, files = list_entries(folder)
+    for name in files:
         if _is_image(name):
             yield inside(name)
         else:
             listing.ignored.append(inside(name))
-    listing.ignored += map(inside, entries.others)
-    for name in entries.folders:
-        yield from _images(root, inside(name), above | {place}, listing)
+    for name in folders:
+        yield from _images(root, inside(name), above | {folder}, listing)
 
 
 def _is_image(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
 
 
-class Entries(NamedTuple):
-    """Names in a folder, each kind sorted; `others` are pipes, sockets and devices."""
-
-    folders: list[str]
-    files: list[str]
-    others: list[str]
-
-
-def list_entries(folder: Path) -> Entries:
-    """What a folder contains, without hidden and system files; a broken link is a file."""
-    found = Entries([], [], [])
+def list_entries(folder: Path) -> tuple[list[str], list[str]]:
+    """The names of a folder's subfolders and of all else in it, without hidden and system files."""
+    folders: list[str] = []
+    others: list[str] = []
     with os.scandir(folder) as entries:
-        for entry in sorted(entries, key=lambda entry: entry.name):
+        for entry in entries:
             if entry.name.startswith(".") or entry.name.lower() in _JUNK:
                 continue
-            if _is_broken_link(entry) or entry.is_file():
-                found.files.append(entry.name)
-            else:
-                (found.folders if entry.is_dir() else found.others).append(entry.name)
-    return found
-
-
-def _is_broken_link(entry: os.DirEntry[str]) -> bool:
-    """Whether a link's target is missing or itself; a target that cannot be reached is an error."""
-    try:
-        return entry.is_symlink() and not entry.stat()
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            raise
-        return True
+            # A link may lead nowhere or to itself; other entries need no further call.
+            is_folder = os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
+            (folders if is_folder else others).append(entry.name)
+    return sorted(folders), sorted(others)

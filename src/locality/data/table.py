@@ -110,7 +110,7 @@ def has_table(folder: Path) -> bool:
     path = folder / TABLE
     if not path.is_file():
         return False
-    if len(list_entries(folder).folders) < 2:
+    if len(list_entries(folder)[0]) < 2:
         return True
     if "val" in find_splits(folder):
         why = "there are training and validation folders"

@@ -83,8 +83,8 @@ class CheckReport:
         class_difference: classes that only one split has, in words; empty if they agree.
         duplicates: (training file, validation file) with the same content.
         repeats: (earlier file, file) of the same split with the same content.
-        ignored: files without an image suffix, or outside the class folders.
-        loops: links back to a folder above them.
+        ignored: files without an image suffix or outside the class folders, and links back to a
+            folder above them.
         modes: number of images per colour mode ("RGB", "L", "CMYK", …).
         sizes: minimum, 5%, median, 95% and maximum of "width" and "height" in pixels.
         cropped: mean share of an image's pixels outside its largest centre square.
@@ -101,7 +101,6 @@ class CheckReport:
     duplicates: list[tuple[str, str]] = field(default_factory=list)
     repeats: list[tuple[str, str]] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
-    loops: list[str] = field(default_factory=list)
     modes: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, list[int]] = field(default_factory=dict)
     cropped: float = 0.0
@@ -147,7 +146,6 @@ class CheckReport:
             "files that repeat an earlier one of the same part": [
                 f"{again} = {earlier}" for earlier, again in self.repeats
             ],
-            "links that lead back to a folder above, not followed": self.loops,
         }
         for what, found in faults.items():
             if found:
@@ -181,9 +179,8 @@ def check(
     if dataset == "folder":
         listings = {part: list_folder(root) for part, root in find_splits(folder).items()}
         report.class_difference = class_difference({p: x.files for p, x in listings.items()})
-        for each in listings.values():
-            report.ignored += [str(each.root / path) for path in each.ignored]
-            report.loops += [str(each.root / path) for path in each.loops]
+        for listing in listings.values():
+            report.ignored += [str(listing.root / path) for path in listing.ignored]
         read = config.decoding
         parts = {part: ([*x.files], x.source(x.files, read)) for part, x in listings.items()}
     else:
