@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from timm.data import resolve_data_config
 from timm.models import get_notrace_functions, get_notrace_modules, load_checkpoint, save_for_hf
+from timm.models.vision_transformer import VisionTransformer
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import CheckpointSaver
@@ -97,6 +99,41 @@ def test_the_cfg_names_real_modules_and_the_last_grid(model):
     built = timm.create_model(model.pretrained_cfg["architecture"])
     maps = built.forward_intermediates(images(built, 1), intermediates_only=True)
     assert tuple(maps[-1].shape[2:]) == cfg["pool_size"]
+
+
+# What timm's ViT has and our models, like timm's ConViT, do not: a call names it in its error.
+NO_METHODS = {"fix_init_weight", "get_intermediate_layers", "init_weights", "load_pretrained"}
+NO_METHODS |= {"pool", "set_input_size"}
+NO_ARGUMENTS = {"attn_mask", "is_causal", "output_dict"}
+
+
+def test_methods_take_the_arguments_of_timms_vit(model):
+    public = inspect.getmembers(VisionTransformer, inspect.isfunction)
+    theirs = {name: each for name, each in public if name in vars(VisionTransformer)}
+    theirs = {name: each for name, each in theirs.items() if not name.startswith("_")}
+    assert {name for name in theirs if not hasattr(model, name)} == NO_METHODS
+    for name in theirs.keys() - NO_METHODS:
+        own = inspect.signature(getattr(model, name))
+        for argument, given in inspect.signature(theirs[name]).parameters.items():
+            if argument in NO_ARGUMENTS:
+                with pytest.raises(TypeError, match=f"'{argument}'"):
+                    getattr(model, name)(images(model), **{argument: None})
+            elif argument != "self":
+                assert own.parameters[argument].default == given.default, (name, argument)
+
+
+def test_class_tokens_are_returned_beside_the_maps(tmp_path):
+    theirs = timm.create_model("deit_tiny_patch16_224", img_size=32, depth=2).eval()
+    save_file(theirs.state_dict(), tmp_path / "deit.safetensors")
+    ours = create_model("deit_tiny", img_size=32, depth=2, weights=tmp_path / "deit.safetensors")
+    x = torch.randn(2, 3, 32, 32)
+    for options in ({}, {"norm": True, "output_fmt": "NLC"}):
+        options |= {"return_prefix_tokens": True, "intermediates_only": True}
+        pairs = [model.forward_intermediates(x, **options) for model in (ours.eval(), theirs)]
+        torch.testing.assert_close(*pairs)
+    convit = timm.create_model("locality_convit_nano")
+    maps = convit.forward_intermediates(images(convit), return_prefix_tokens=True)[1]
+    assert [tokens.shape[1] for _, tokens in maps] == [0, 0, 0, 1]
 
 
 def test_pruned_models_give_the_same_maps_and_train_whole(model):

@@ -109,20 +109,24 @@ class TimmInterface(nn.Module):
         self,
         x: Tensor,
         indices: int | list[int] | None = None,
+        *,
+        return_prefix_tokens: bool = False,
         norm: bool = False,
+        stop_early: bool = False,
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
-        stop_early: bool = False,
-    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+    ) -> Any:
         """Intermediate feature maps and the final features.
 
         Args:
             x: images (B, C, H, W).
             indices: which maps of `feature_info`: a list, the last n if a number, all if None.
+            return_prefix_tokens: return (map, class tokens (B, p, C)) for each map; p is 0 where the
+                class token has not joined.
             norm: apply the final norm to maps of the final width.
+            stop_early: accepted; `prune_intermediate_layers` removes the layers after the last map.
             output_fmt: "NCHW", or "NLC" for tokens; both without class tokens.
             intermediates_only: return only the maps.
-            stop_early: accepted; `prune_intermediate_layers` removes the layers after the last map.
 
         Returns:
             maps, or (final features, maps).
@@ -136,16 +140,17 @@ class TimmInterface(nn.Module):
         tokens: list[Tensor] = []
         features = self.forward_features(x, tokens)
         grids = self.config.grids(x.shape[2:])
-        maps = []
+        maps: list[Any] = []
         for index in chosen:
             grid = grids[min(index, len(grids) - 1)]
             patches = tokens[index]
             if norm and patches.shape[-1] == self.num_features:
                 patches = self.norm(patches)
-            patches = patches[:, patches.shape[1] - grid[0] * grid[1] :]
+            prefix = patches.shape[1] - grid[0] * grid[1]
+            class_tokens, patches = patches[:, :prefix], patches[:, prefix:]
             if output_fmt == "NCHW":
                 patches = patches.transpose(1, 2).unflatten(2, grid).contiguous()
-            maps.append(patches)
+            maps.append((patches, class_tokens) if return_prefix_tokens else patches)
         return maps if intermediates_only else (features, maps)
 
     @property
