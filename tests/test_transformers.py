@@ -182,11 +182,21 @@ def test_the_pipeline_classifies(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_trainer_trains_and_its_checkpoint_is_ours(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "label"),
+    [
+        (None, lambda mean: int(mean > 0)),
+        ("multi_label_classification", lambda mean: [float(mean > 0), float(mean > -1)]),
+        ("regression", lambda mean: [mean, 1.0]),
+    ],
+)
+def test_the_trainer_trains_and_its_checkpoint_is_ours(kind, label, tmp_path):
     torch.manual_seed(0)
     images = torch.randn(40, 3, 8, 8)
-    rows = [{"pixel_values": x, "labels": int(x.mean() > 0)} for x in images]
-    model, _ = from_locality(create_model("convit_nano", num_classes=2))
+    rows = [{"pixel_values": x, "labels": label(x.mean().item())} for x in images]
+    ours = create_model("convit_nano", num_classes=2)
+    ours.problem_type = kind
+    model, _ = from_locality(ours)
     settings = TrainingArguments(
         str(tmp_path), max_steps=10, per_device_train_batch_size=20, learning_rate=1e-2,
         logging_steps=1, save_steps=10, report_to="none", use_cpu=True, disable_tqdm=True,
@@ -199,6 +209,7 @@ def test_the_trainer_trains_and_its_checkpoint_is_ours(tmp_path):
     ours = locality.load(tmp_path / "checkpoint-10")
     with torch.no_grad():
         torch.testing.assert_close(ours(images), model.eval()(images).logits, atol=1e-6, rtol=0)
+    assert ours.problem_type == kind or kind is None
     again = Trainer(from_locality(create_model("convit_nano", num_classes=2))[0], settings)
     again._load_from_checkpoint(str(tmp_path / "checkpoint-10"))
     assert torch.equal(again.model.locality.head.weight.cpu(), ours.head.weight)

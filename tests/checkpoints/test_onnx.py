@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 
@@ -298,18 +299,26 @@ def test_a_heads_numbers_are_those_of_transformers_pipeline(kind, tmp_path, rand
     processor.save_pretrained(tmp_path / "theirs")
     save(ours, tmp_path / "ours", classes=names)
     export(load(tmp_path / "theirs"), tmp_path / "a.onnx", classes=names)
-    image = tmp_path / "a.png"
+    image, page = tmp_path / "sky" / "a.png", tmp_path / "a.html"
+    image.parent.mkdir()
     pictures(1)[0].save(image)
     expected = {row["label"]: row["score"] for row in pipeline(model=str(tmp_path / "theirs"),
         task="image-classification")(str(image))}  # fmt: skip
     for source in ("theirs", "ours", "a.onnx"):
-        words = ["predict", str(image), "--model", str(tmp_path / source), "--json"]
+        model = str(tmp_path / source)
+        words = ["predict", str(image), "--model", model, "--json"]
+        explore = ["explore", model, "--images", str(image), "--output", str(page), "--overwrite"]
+        evaluate = ["eval", model, str(tmp_path), "--data.allow_outside", "true"]
         if kind == "regression":
-            assert main(words) == 2 and "regression" in capsys.readouterr().err
+            for command in (words, explore, evaluate, ["serve", model]):
+                assert main(command) == 2 and "regression" in capsys.readouterr().err
             continue
         assert main(words) == 0
         (found,) = json.loads(capsys.readouterr().out)
         assert found["classes"] == pytest.approx(expected, abs=1e-6)
-    if kind == "multi_label_classification":
-        with pytest.raises(UserError, match="several labels"):
-            open_model(tmp_path / "a.onnx").check_one_label()
+        if not source.endswith(".onnx"):
+            assert main(explore) == 0 and capsys.readouterr().out
+            data = json.loads(re.search(r'id="data">(.*)</script>', page.read_text())[1])
+            assert dict(data["models"][0]["answers"][0]) == pytest.approx(expected, abs=1e-6)
+        if kind == "multi_label_classification":
+            assert main(evaluate) == 2 and "several labels" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import multiprocessing
 import os
 import pkgutil
@@ -325,7 +326,9 @@ def run_all(
             outcomes[outcome.run.folder] = outcome
             count += 1
             if not quiet:
-                left = (time.monotonic() - started) / count * (total - count)
+                # In rounds of parallel runs.
+                done, more = (math.ceil(n / executor.max_jobs) for n in (count, total - count))
+                left = (time.monotonic() - started) / done * more
                 then = f"; about {format_duration(left)} left" if count < total else ""
                 line = f"[{count}/{total}] {_outcome_line(outcome)}{then}"
                 print(line, file=sys.stderr, flush=True)
