@@ -121,8 +121,8 @@ class TimmInterface(nn.Module):
         Args:
             x: images (B, C, H, W).
             indices: which maps of `feature_info`: a list, the last n if a number, all if None.
-            return_prefix_tokens: return (map, class tokens (B, p, C)) for each map; p is 0 where the
-                class token has not joined.
+            return_prefix_tokens: return (map, class tokens (B, p, C)) for each map; p is 0 before
+                the class token joins.
             norm: apply the final norm to maps of the final width.
             stop_early: accepted; `prune_intermediate_layers` removes the layers after the last map.
             output_fmt: "NCHW", or "NLC" for tokens; both without class tokens.
