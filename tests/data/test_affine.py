@@ -1,9 +1,11 @@
-"""Random affine maps: effect on an image, and strength."""
+"""Random maps of images: crops, flips, affine maps."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from locality.data.preprocessing import affine_matrices, warp
+from locality.data.config import AugmentConfig
+from locality.data.preprocessing import affine_matrices, warp, window_maps
 
 MIDDLE = torch.full((1, 4), 0.5)
 
@@ -42,3 +44,19 @@ def test_strength_bounds_the_angle_and_the_area(strength):
     assert area.abs().max() <= 2 * strength / 100 + 1e-5
     assert abs(float(area.mean())) < 0.1 * strength / 100
     assert maps[:, :, 2].abs().max() == 0
+
+
+@pytest.mark.parametrize(("padding", "mode"), [("zeros", "constant"), ("border", "replicate")])
+def test_a_window_is_cut_from_the_padded_image(padding, mode):
+    pixels, augment = image(6, 9).float(), AugmentConfig(crop="pad", pad=2, hflip=0.5)
+    padded = F.pad(pixels, [2] * 4, mode=mode)
+    windows = [padded[..., y : y + 6, x : x + 9] for y in range(5) for x in range(5)]
+    expected = torch.cat([torch.cat([window, window.flip(-1)]) for window in windows])
+    uniform = torch.rand(500, 7, generator=torch.Generator().manual_seed(0))
+    images = warp(pixels.expand(500, -1, -1, -1), window_maps(uniform, augment, (6, 9)), padding)
+    away = (images[:, None] - expected).abs().amax((2, 3, 4))
+    assert away.amin(1).max() < 0.01
+    assert len(away.argmin(1).unique()) == len(expected)
+    still = AugmentConfig(crop="none", hflip=0.0)
+    kept = warp(pixels, window_maps(uniform[:1], still, (6, 9)), padding)
+    torch.testing.assert_close(kept, pixels, atol=1e-2, rtol=0)

@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 from torch.utils.data import Dataset
 
 from locality.data.config import AugmentConfig, InputConfig
@@ -24,13 +23,13 @@ from locality.data.decoding import BadImage
 from locality.data.preprocessing import (
     Images,
     ImageTransform,
-    affine_matrices,
     create_erasing,
     eval_transform,
     jitter_colors,
     normalise,
     train_transform,
     warp,
+    window_maps,
 )
 from locality.data.sampling import (
     Indices,
@@ -103,7 +102,7 @@ class Batches(Dataset, ABC):
     world_size: int
     on_bad: OnBad
     transform: ImageTransform = field(init=False)
-    _kept: dict[int, Image.Image] = field(init=False, repr=False, default_factory=dict)
+    _kept: dict[int, Any] = field(init=False, repr=False, default_factory=dict)
 
     @abstractmethod
     def batch(self, number: int, skipped: dict[str, str]) -> Batch | None:
@@ -117,7 +116,7 @@ class Batches(Dataset, ABC):
             except UserError as error:
                 return LoadedBatch(None, skipped, str(error))
 
-    def read(self, index: int, skipped: dict[str, str]) -> Image.Image | None:
+    def read(self, index: int, skipped: dict[str, str]) -> Any:
         """A prepared image; None if it cannot be decoded and may be skipped."""
         if (kept := self._kept.get(index)) is not None:
             return kept
@@ -167,6 +166,9 @@ class TrainBatches(Batches):
 
     def __post_init__(self) -> None:
         self.transform = train_transform(self.augment, self.preprocessing)
+        self.batched = self.augment
+        if self.augment.crop == "resized":  # by image
+            self.batched = replace(self.augment, hflip=0.0, color_jitter=0.0)
         self.erasing = create_erasing(self.augment)
 
     def positions(self, number: int) -> Indices:
@@ -182,15 +184,14 @@ class TrainBatches(Batches):
         images: Images
         if (pixels := self.in_memory()) is not None:
             images = pixels[torch.from_numpy(indices)]
-            if self.transform.steps:
-                images = torch.stack(self._drawn(self.transform.padded(images), positions))
         else:
             images = self._drawn(self._read(positions, indices, skipped), positions)
-        augment, uniform = self.augment, self._uniform(positions, 7)
-        if augment.affine:
-            images = warp(images, affine_matrices(uniform[:, :4], augment.affine))
-        if augment.color_jitter and augment.crop != "resized" and augment.auto_augment is None:
-            images = jitter_colors(images, uniform[:, 4:], augment.color_jitter)
+        augment, uniform = self.batched, self._uniform(positions, 10)
+        if augment.affine or augment.hflip or augment.crop == "pad":
+            maps = window_maps(uniform[:, :7], augment, self.transform.size)
+            images = warp(images, maps, augment.padding)
+        if augment.color_jitter and augment.auto_augment is None:
+            images = jitter_colors(images, uniform[:, 7:], augment.color_jitter)
         batch = self.make_batch(images, indices)
         if self.erasing is not None:
             seeds = self._seeds(Stream.ERASE, positions)
@@ -203,12 +204,14 @@ class TrainBatches(Batches):
         return hash_seed(self.seed, stream, positions).tolist()
 
     def _uniform(self, positions: Indices, count: int) -> torch.Tensor:
-        """(B, count) float32 in [0, 1) for affine maps and colours."""
+        """(B, count) float32 in [0, 1) for maps and colours."""
         drawn = hash_seed(self.seed, Stream.AFFINE, positions[:, None], np.arange(count))
         return torch.from_numpy((drawn >> np.uint64(40)).astype(np.float32) / 2**24)
 
     def _drawn(self, images: Iterable[Any], positions: Indices) -> list[torch.Tensor]:
         """The random transforms of prepared images."""
+        if not self.transform.steps:
+            return [*images]
         drawn = []
         for image, seed in zip(images, self._seeds(Stream.AUGMENT, positions), strict=True):
             # Seeded after reading, in case a decoder draws random numbers.
@@ -216,9 +219,7 @@ class TrainBatches(Batches):
             drawn.append(self.transform.drawn(image))
         return drawn
 
-    def _read(
-        self, positions: Indices, indices: Indices, skipped: dict[str, str]
-    ) -> Iterator[Image.Image]:
+    def _read(self, positions: Indices, indices: Indices, skipped: dict[str, str]) -> Iterator[Any]:
         """Read images; others, in a fixed random order, replace unreadable ones and their index."""
         for place, position in enumerate(positions.tolist()):
             for attempt in range(_MAX_REPLACEMENTS + 1):

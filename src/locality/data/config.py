@@ -258,7 +258,9 @@ class AugmentConfig:
             `auto_augment` is set, as in timm.
         auto_augment: timm's policy string, such as "rand-m9-mstd0.5-inc1".
         affine: strength of random affine maps: rotation by up to this many degrees, and scale and
-            shear by up to as many percent. Areas outside the image are black.
+            shear by up to as many percent.
+        padding: what the "pad" crop and affine maps show outside the image: "zeros" is black,
+            "border" repeats its border.
         random_erasing: probability of erasing one rectangle with noise.
         interpolation: of the "resized" crop; "random" picks bilinear or bicubic; None is that of
             evaluation.
@@ -277,6 +279,7 @@ class AugmentConfig:
     color_jitter: checks.NotNegative = 0.0
     auto_augment: str | None = None
     affine: Annotated[float, Meta(ge=0, le=90)] = 0.0
+    padding: Literal["zeros", "border"] = "zeros"
     random_erasing: checks.Share = 0.0
     interpolation: Interpolation | Literal["random"] | None = None
     mixup: checks.NotNegative = 0.0

@@ -18,7 +18,6 @@ from PIL import Image
 from timm.data import create_transform
 from timm.data.random_erasing import RandomErasing
 from timm.data.transforms import MaybePILToTensor
-from torchvision import transforms
 
 from locality.data.config import AugmentConfig, InputConfig
 from locality.data.resizing import resize_and_crop
@@ -38,54 +37,42 @@ class ImageTransform:
 
     Attributes:
         size: (H, W) of the result.
-        prepare: resizes a PIL image, no-op if already that size; then pads.
-        pad: zeros added on each side, from which `steps` crop.
-        steps: the random steps that follow.
+        prepare: resizes a PIL image, no-op if already that size; None keeps the original.
+        steps: the random steps that follow, on PIL images.
         on_tensors: whether images of this size may be tensors as well as PIL images.
     """
 
     size: Size
-    prepare: Sequence[Step] = ()
-    pad: int = 0
+    prepare: Step | None = None
     steps: Sequence[Step] = ()
     on_tensors: bool = False
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
         return self.drawn(self.prepared(image))
 
-    def prepared(self, image: Image.Image) -> Image.Image:
-        """Apply `prepare`, which is deterministic."""
-        for step in self.prepare:
-            image = step(image)
-        return image
+    def prepared(self, image: Image.Image) -> Any:
+        """Apply `prepare`; a tensor if no steps follow."""
+        image = image if self.prepare is None else self.prepare(image)
+        return image if self.steps else MaybePILToTensor()(image)
 
     @property
     def prepared_bytes(self) -> int | None:
         """Memory of a prepared image; None if it keeps the original size."""
-        if not self.prepare:
-            return None
-        height, width = (side + 2 * self.pad for side in self.size)
-        return _PIXEL_BYTES * height * width + _OBJECT_BYTES
+        return None if self.prepare is None else _PIXEL_BYTES * math.prod(self.size) + _OBJECT_BYTES
 
     def drawn(self, image: Any) -> torch.Tensor:
-        """Apply `steps` to a prepared image, PIL or tensor."""
+        """Apply `steps` to a prepared image."""
         for step in self.steps:
             image = step(image)
         return MaybePILToTensor()(image)
 
-    def padded(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Pad a batch of images of this size, (B, 3, H, W) uint8, for `drawn`."""
-        return F.pad(pixels, [self.pad] * 4)
-
 
 def train_transform(augment: AugmentConfig, preprocessing: InputConfig) -> ImageTransform:
-    """The random training transform; draws from the three global generators.
+    """The random training transform of single images; draws from the three global generators.
 
-    Random erasing is separate: it follows normalisation, see `create_erasing`.
+    `warp`, `jitter_colors` and, after normalisation, `create_erasing` take batches.
     """
-    size = preprocessing.size
-    # Other crops leave colours to `jitter_colors`, which takes a batch.
-    jitter = augment.color_jitter if augment.crop == "resized" else 0.0
+    size, resized = preprocessing.size, augment.crop == "resized"
     primary, secondary, _ = create_transform(
         size,
         is_training=True,
@@ -93,7 +80,7 @@ def train_transform(augment: AugmentConfig, preprocessing: InputConfig) -> Image
         ratio=augment.ratio,
         hflip=augment.hflip,
         # timm adds a jitter step for a strength of 0, but not for None.
-        color_jitter=jitter or None,  # type: ignore[arg-type]
+        color_jitter=(augment.color_jitter if resized else 0.0) or None,  # type: ignore[arg-type]
         auto_augment=augment.auto_augment,
         interpolation=augment.interpolation or preprocessing.interpolation,
         mean=preprocessing.mean,
@@ -103,17 +90,10 @@ def train_transform(augment: AugmentConfig, preprocessing: InputConfig) -> Image
     )
     for step in secondary.transforms:
         patch_posterize(step)
-    if augment.crop == "resized":
+    if resized:
         return ImageTransform(size, steps=[*primary.transforms, *secondary.transforms])
-    _, *flips = primary.transforms
-    # Replaces timm's crop and keeps its flip and colour steps.
-    pad = augment.pad if augment.crop == "pad" else 0
-    prepare = [*eval_transform(replace(preprocessing, crop_pct=1.0)).prepare]
-    steps = [*flips, *secondary.transforms]
-    if pad:
-        prepare.append(transforms.Pad(pad))
-        steps.insert(0, transforms.RandomCrop(size))
-    return ImageTransform(size, prepare, pad, steps, on_tensors=not secondary.transforms)
+    prepare = eval_transform(replace(preprocessing, crop_pct=1.0)).prepare
+    return ImageTransform(size, prepare, secondary.transforms, not secondary.transforms)
 
 
 def eval_transform(preprocessing: InputConfig) -> ImageTransform:
@@ -121,7 +101,7 @@ def eval_transform(preprocessing: InputConfig) -> ImageTransform:
     size = preprocessing.size
     resized = tuple(math.floor(side / preprocessing.crop_pct) for side in size)
     step = partial(resize_and_crop, preprocessing=preprocessing)
-    return ImageTransform(size, [step], on_tensors=resized == size)
+    return ImageTransform(size, step, on_tensors=resized == size)
 
 
 def create_erasing(augment: AugmentConfig) -> RandomErasing | None:
@@ -153,7 +133,23 @@ def affine_matrices(uniform: torch.Tensor, strength: float) -> torch.Tensor:
     return torch.stack([torch.stack(row, dim=-1) for row in rows], dim=1)
 
 
-def warp(pixels: Images, maps: torch.Tensor) -> torch.Tensor:
+def window_maps(uniform: torch.Tensor, augment: AugmentConfig, size: Size) -> torch.Tensor:
+    """Random maps for `warp`: an affine map, a horizontal flip and a shift by whole pixels.
+
+    Args:
+        uniform: (B, 7) in [0, 1): for `affine_matrices`, shifts and flip.
+        augment: its strengths; only `crop` "pad" shifts.
+        size: (H, W) of the images.
+    """
+    maps = affine_matrices(uniform[:, :4], augment.affine)
+    maps[:, 0] *= 1 - 2 * (uniform[:, 6:] < augment.hflip).float()
+    pad = augment.pad if augment.crop == "pad" else 0
+    pixels = (uniform[:, 4:6] * (2 * pad + 1)).floor() - pad
+    maps[:, :, 2] = pixels * 2 / torch.tensor(size[::-1])  # an image is 2 wide
+    return maps
+
+
+def warp(pixels: Images, maps: torch.Tensor, padding: str = "zeros") -> torch.Tensor:
     """(B, C, H, W) uint8, or a list of images → float32, each warped by its map.
 
     Angles are preserved on images that are not square. Batched for speed: torchvision's
@@ -163,7 +159,7 @@ def warp(pixels: Images, maps: torch.Tensor) -> torch.Tensor:
     height, width = images.shape[-2:]
     aspect = torch.tensor([[1.0, height / width, 1.0], [width / height, 1.0, 1.0]])
     grid = F.affine_grid(maps * aspect, [*images.shape], align_corners=False)
-    return F.grid_sample(images.float(), grid, align_corners=False)
+    return F.grid_sample(images.float(), grid, padding_mode=padding, align_corners=False)
 
 
 def jitter_colors(pixels: Images, uniform: torch.Tensor, strength: float) -> torch.Tensor:
@@ -178,12 +174,14 @@ def jitter_colors(pixels: Images, uniform: torch.Tensor, strength: float) -> tor
     """
     images = (pixels if isinstance(pixels, torch.Tensor) else torch.stack([*pixels])).float()
     factors = (1 + strength * (2 * uniform - 1)).clamp(min=0)[..., None, None, None]
-    images = (images * factors[:, 0]).clamp(0, 255)
-    luma = torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)
-    grey = (images * luma).sum(1, keepdim=True).mean((2, 3), keepdim=True)
-    images = grey.lerp(images, factors[:, 1]).clamp(0, 255)
-    grey = (images * luma).sum(1, keepdim=True)
-    return grey.lerp(images, factors[:, 2]).clamp(0, 255)
+    images = (images * factors[:, 0]).clamp_(0, 255)
+    images.lerp_(_grey(images).mean((2, 3), keepdim=True), 1 - factors[:, 1]).clamp_(0, 255)
+    return images.lerp_(_grey(images), 1 - factors[:, 2]).clamp_(0, 255)
+
+
+def _grey(images: torch.Tensor) -> torch.Tensor:
+    red, green, blue = images.split(1, dim=1)
+    return (0.299 * red).add_(green, alpha=0.587).add_(blue, alpha=0.114)
 
 
 def normalise(pixels: Images, preprocessing: InputConfig) -> torch.Tensor:

@@ -366,7 +366,9 @@ def photos(model: str = "cvt_photo", img_size: ImageSize | None = None) -> RunCo
     optim = OptimConfig("adamw", lr=1e-3, lr_batch=64, weight_decay=0.05)
     if small:
         pad = max(to_2tuple(network.architecture.img_size)) // 8
-        augment = AugmentConfig(crop="pad", pad=pad, hflip=0.5, affine=5.0, color_jitter=0.2)
+        augment = AugmentConfig(
+            crop="pad", pad=pad, hflip=0.5, affine=5.0, padding="border", color_jitter=0.2
+        )
         optim = OptimConfig("adamuon", lr=6e-3, weight_decay=0.05)
     return RunConfig(
         recipe="photos",
