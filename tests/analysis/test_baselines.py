@@ -48,11 +48,10 @@ def test_one_class_has_baselines(splits):
     assert set(pixel_baselines(splits, DIGITS)["top1"].values()) == {100}
 
 
-def test_a_larger_set_is_sampled_with_all_its_classes(splits, monkeypatch):
-    monkeypatch.setattr(baselines, "MAX_IMAGES", 50)
-    found = pixel_baselines(splits, DIGITS)
+def test_a_larger_set_is_sampled_with_all_its_classes(splits):
+    found = pixel_baselines(splits, DIGITS, most=50)
     assert (found["train_images"], found["all_train_images"]) == (50, len(splits.train))
-    counts = np.bincount(baselines.split_pixels(splits, DIGITS)[3])
+    counts = np.bincount(baselines.split_pixels(splits, DIGITS, most=50)[3])
     assert 4 <= counts.min() <= counts.max() <= 6
     assert found["top1"]["nearest neighbour"] > 60
 

@@ -18,6 +18,7 @@ from sklearn.dummy import DummyClassifier
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
+from threadpoolctl import threadpool_limits
 
 from locality import checks
 from locality.data import DataSplits, eval_loader, open_data
@@ -32,8 +33,8 @@ from locality.training.config import RunConfig, read_config
 MAX_SIDE = 32
 """Larger images are resized so that their longer side has this many pixels."""
 
-MAX_IMAGES = 20_000
-"""Larger sets are subsampled evenly within each class."""
+MAX_IMAGES, MAX_TIMED_IMAGES = 20_000, 2000
+"""Larger sets are subsampled evenly within each class; the second is for runs of minutes."""
 
 ADVICE = "train it longer, or from weights of more images (locality finetune)"
 """For a model that is below a baseline."""
@@ -59,7 +60,7 @@ CLASSIFIERS: dict[str, Callable[[], Any]] = {
 
 
 def pixel_baselines(
-    splits: DataSplits, preprocessing: InputConfig, workers: int = 0
+    splits: DataSplits, preprocessing: InputConfig, workers: int = 0, most: int = MAX_IMAGES
 ) -> dict[str, Any]:
     """The baselines on the images of a run.
 
@@ -67,6 +68,7 @@ def pixel_baselines(
         splits: the run's data.
         preprocessing: the run's preprocessing; its crop is kept, its size limited to `MAX_SIDE`.
         workers: number of data loading processes; 0 loads in this process.
+        most: images of either split to use.
 
     Returns:
         the content of `baselines.json`: `top1` in percent by name, and how many of the training
@@ -76,14 +78,16 @@ def pixel_baselines(
     Raises:
         UserError: a split is empty.
     """
-    train, labels, val, targets = split_pixels(splits, preprocessing, workers)
+    train, labels, val, targets = split_pixels(splits, preprocessing, workers, most)
     top1 = {}
     for name, create in CLASSIFIERS.items():
         # The others need two classes.
         classifier = create() if len(np.unique(labels)) > 1 else DummyClassifier()
-        with warnings.catch_warnings(action="ignore", category=ConvergenceWarning):
-            classifier.fit(train, labels)
-        top1[name] = 100 * float(classifier.score(val, targets))
+        # On busy processors, threads that wait for each other take many times as long as one.
+        with threadpool_limits(1):
+            with warnings.catch_warnings(action="ignore", category=ConvergenceWarning):
+                classifier.fit(train, labels)
+            top1[name] = 100 * float(classifier.score(val, targets))
     height, width = _small_size(preprocessing)
     return {
         "top1": top1,
@@ -100,19 +104,19 @@ def _small_size(preprocessing: InputConfig) -> tuple[int, int]:
 
 
 def split_pixels(
-    splits: DataSplits, preprocessing: InputConfig, workers: int = 0
+    splits: DataSplits, preprocessing: InputConfig, workers: int = 0, most: int = MAX_IMAGES
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Pixels (n, d), 0 … 1, and classes (n,) of the training and the validation images.
 
-    At most `MAX_IMAGES` each. Arguments and errors: see `pixel_baselines`.
+    Arguments and errors: see `pixel_baselines`.
     """
     if not len(splits.train) or not len(splits.val):
         raise UserError(f"{splits.name} has no training or no validation images")
     as_is = replace(
         preprocessing, img_size=_small_size(preprocessing), mean=(0.0,) * 3, std=(1.0,) * 3
     )
-    train, labels = _pixels(splits.train, as_is, workers)
-    val, targets = _pixels(splits.val, as_is, workers)
+    train, labels = _pixels(splits.train, as_is, workers, most)
+    val, targets = _pixels(splits.val, as_is, workers, most)
     if all((images == images[:, :1]).all() for images in (train, val)):
         train, val = train[:, :1], val[:, :1]  # grey: all channels are equal
     return train.reshape(len(train), -1), labels, val.reshape(len(val), -1), targets
@@ -177,7 +181,8 @@ def _record(
 ) -> dict[str, Any]:
     images = repr((config.data, config.seed, _preprocessing(config)))
     if images not in known:
-        known[images] = pixel_baselines(*baseline_inputs(config, classes))
+        most = MAX_IMAGES if config.schedule.minutes is None else MAX_TIMED_IMAGES
+        known[images] = pixel_baselines(*baseline_inputs(config, classes), most)
     return known[images]
 
 
@@ -228,12 +233,12 @@ def below(what: str, top1: float, baselines: Mapping[str, float], passes: float 
 
 
 def _pixels(
-    source: ImageSource, preprocessing: InputConfig, workers: int
+    source: ImageSource, preprocessing: InputConfig, workers: int, most: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Images (n, 3, H, W) of 0 … 1, and their classes (n,); at most `MAX_IMAGES`."""
-    if len(source) > MAX_IMAGES:
+    """Images (n, 3, H, W) of 0 … 1, and their classes (n,); at most `most`."""
+    if len(source) > most:
         # Sorted by class, so that even steps keep the class proportions.
-        steps = np.arange(MAX_IMAGES) * len(source) // MAX_IMAGES
+        steps = np.arange(most) * len(source) // most
         source = source.subset(source.labels.argsort(kind="stable")[steps])
     loader = eval_loader(
         source, preprocessing, batch_size=_BATCH, on_bad_image="skip", workers=workers

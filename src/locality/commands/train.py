@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locality import checks, training
+from locality import checks, progress, training
 from locality.commands import folder_name, images_at, say
 from locality.commands.parsing import Parser, first_word, peek
 from locality.data.folder import part_of
@@ -54,7 +54,7 @@ def train(arguments: Sequence[str], command: str = "train") -> None:
     WEIGHTS` starts from weights, with the same options. Otherwise a recipe (default: digits) sets
     all values; override them by name or with --config FILE.yaml.
     """
-    started = time.perf_counter()
+    started = progress.command_started or time.perf_counter()
     config, options = read_run(arguments, command)
     if options.print_config:
         print(to_yaml(config), end="")
