@@ -51,10 +51,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "convit_nano": TINY | {"gpsa_layers": 1},
     "deit_nano": TINY,
     "cvt_13": {
-        "stages": [
-            {"embed_dim": 8, "num_heads": 1, "depth": 1},
-            {"embed_dim": 16, "num_heads": 2, "depth": 2, "kv_stride": 1, "drop_path_rate": 0.2},
-        ]
+        "embed_dim": (8, 16),
+        "num_heads": (1, 2),
+        "depth": (1, 2),
+        "embed_kernel": 3,
+        "embed_stride": 2,
+        "embed_padding": 1,
+        "kv_stride": (2, 1),
+        "drop_path_rate": 0.2,
     },
 }
 

@@ -259,9 +259,9 @@ def _transformers_cvt(model: ImageClassifier) -> dict[str, nn.Module]:
         theirs: [getattr(stage, ours) for stage in stages] for theirs, ours in CVT_STAGES.items()
     }
     settings |= {
-        "mlp_ratio": [stage.mlp_ratios[0] for stage in stages],
-        "stride_kv": [stage.kv_strides[0] for stage in stages],
-        "padding_kv": [stage.resolved_kv_padding for stage in stages],
+        "mlp_ratio": [stage.mlp_ratio[0] for stage in stages],
+        "stride_kv": [stage.kv_stride[0] for stage in stages],
+        "padding_kv": [stage.kv_padding for stage in stages],
         "padding_q": [stage.projection_kernel // 2 for stage in stages],
         "drop_path_rate": [0.0] * len(stages),
         "num_labels": model.num_classes,

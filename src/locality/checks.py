@@ -76,7 +76,7 @@ def choices(hint: Any) -> list[str]:
     parts = typing.get_args(hint)
     if typing.get_origin(hint) is Literal:
         return [part for part in parts if isinstance(part, str)]
-    return [choice for part in parts for choice in choices(part)]
+    return list(dict.fromkeys(choice for part in parts for choice in choices(part)))
 
 
 def one_of(name: str, value: object, accepted: Iterable[str]) -> None:

@@ -151,9 +151,9 @@ def table_5(t: Experiment, s: Scale) -> None:
     models = {
         "a: DeiT-S": variation("DeiT-S"),
         "b: DeiT-S, none": variation("DeiT-S", use_pos_embed=False),
-        "c: CvT-13, every stage": variation("CvT-13", position="every"),
-        "d: CvT-13, first stage": variation("CvT-13", position="first"),
-        "e: CvT-13, last stage": variation("CvT-13", position="last"),
+        "c: CvT-13, every stage": variation("CvT-13", use_pos_embed=True),
+        "d: CvT-13, first stage": variation("CvT-13", use_pos_embed=(True, False, False)),
+        "e: CvT-13, last stage": variation("CvT-13", use_pos_embed=(False, False, True)),
         "f: CvT-13, none": variation("CvT-13"),
     }
     _ablate(t, s, models, "parameters")
@@ -172,10 +172,13 @@ def table_6(t: Experiment, s: Scale) -> None:
         "Token embeddings by convolutions or patches; position embeddings in every stage, as the "
         "paper's parameter counts imply."
     )
+    # Kernel = stride without padding: patches that do not overlap.
+    strides = s.architecture("CvT-13").embed_stride if "CvT-13" in s.models else ()
+    patches = {"embed_kernel": strides, "embed_padding": 0}
     models = {
-        "a: patches": variation("CvT-13", embedding="patch"),
-        "b: patches, position embedding": variation("CvT-13", embedding="patch", position="every"),
-        "c: convolutions, position embedding": variation("CvT-13", position="every"),
+        "a: patches": variation("CvT-13", **patches),
+        "b: patches, position embedding": variation("CvT-13", **patches, use_pos_embed=True),
+        "c: convolutions, position embedding": variation("CvT-13", use_pos_embed=True),
         "d: convolutions": variation("CvT-13"),
     }
     _ablate(t, s, models, "parameters")

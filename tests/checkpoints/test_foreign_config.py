@@ -279,7 +279,7 @@ def test_what_contradicts_timms_weights_is_refused(fields, named, tmp_path, rand
     ("fields", "named"),
     [
         ({"depth": [1, 2, 4]}, "missing"),
-        ({"depth": [1, 2]}, "shorter"),
+        ({"depth": [1, 2]}, "depth"),
         ({"embed_dim": [16, 16, "16"]}, "embed_dim"),
         ({"cls_token": [True, False, True]}, "cls_token"),
         ({"qkv_projection_method": ["avg"] * 3}, "qkv_projection_method"),

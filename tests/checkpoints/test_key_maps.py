@@ -30,7 +30,8 @@ CVT = {
     "img_size": 56,
     "num_classes": 10,
     "embed_stride": (2, 2, 2),
-    "embedding": "conv",
+    "embed_kernel": 3,
+    "embed_padding": 1,
 }
 # Options of each family, and the foreign formats that hold them.
 VIT_OPTIONS: list[tuple[str, dict[str, Any], str]] = [
@@ -66,7 +67,11 @@ CVT_OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("cvt", {"projection_kernel": 5, "kv_padding": 1, "activation": "gelu"}, "transformers"),
     ("cvt", {"mlp_ratio": (2.0, 3.0, 4.0), "activation": "gelu"}, "transformers"),
     ("cvt", {"qkv_bias": False}, "microsoft"),
-    ("cvt", {"embedding": "patch", "num_heads": 1, "activation": "gelu"}, "transformers"),
+    (
+        "cvt",
+        {"embed_kernel": (4, 2, 2), "embed_padding": 0, "num_heads": 1, "activation": "gelu"},
+        "transformers",
+    ),
     ("cvt", {"num_classes": 0, "in_chans": 1, "activation": "gelu"}, "transformers"),
     ("cvt", {"img_size": (48, 64)}, "microsoft"),
     ("cvt", {"depth": (2, 2, 2), "activation": "gelu"}, ""),
@@ -77,7 +82,7 @@ CVT_OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("cvt", {"projection": "linear"}, ""),
     ("cvt", {"kv_stride": (2, (2, 1), 2)}, ""),
     ("cvt", {"mlp_ratio": (2.0, (2.0, 4.0), 4.0)}, ""),
-    ("cvt", {"position": "every"}, ""),
+    ("cvt", {"use_pos_embed": True}, ""),
 ]
 
 
@@ -97,11 +102,8 @@ def reference(key_map: str, state: dict[str, Tensor], config: Any) -> nn.Module:
                 **fields,
             )
     else:
-        fields = {
-            theirs: [getattr(stage, ours) for stage in config.stages]
-            for theirs, ours in CVT_STAGES.items()
-        }
-        fields["padding_kv"] = [stage.resolved_kv_padding for stage in config.stages]
+        fields = {theirs: list(config.per_stage(ours)) for theirs, ours in CVT_STAGES.items()}
+        fields["padding_kv"] = [stage.kv_padding for stage in config.stages]
         fields["padding_q"] = [stage.projection_kernel // 2 for stage in config.stages]
         sizes = {"num_channels": config.in_chans, "num_labels": config.num_classes}
         model = CvtForImageClassification(CvtConfig(**fields, **sizes))

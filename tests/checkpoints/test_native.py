@@ -39,7 +39,7 @@ RESULT = {
     [
         ("convit_nano", {"freeze_gating": True, "positional_attention": "psa"}),
         ("deit_nano", {"img_size": (8, 16), "num_classes": 3}),
-        ("cvt_13", SMALL_CVT | {"kv_stride": (1, 2, (2,)), "position": "first"}),
+        ("cvt_13", SMALL_CVT | {"kv_stride": (1, 2, (2,)), "use_pos_embed": (True, False, False)}),
     ],
 )
 def test_a_saved_model_comes_back_bit_for_bit(name, fields, tmp_path, randomise, assert_bitwise):

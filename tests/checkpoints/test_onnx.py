@@ -28,12 +28,19 @@ from locality.checkpoints.registry import EXPORT_SUFFIXES
 from locality.cli import main
 from locality.errors import UserError
 from locality.models import VARIANTS, build
-from locality.models.config import CvTConfig, StageConfig
+from locality.models.config import CvTConfig
 
 # A small model of each kind, and the sizes its graph must take.
-PATCHES = StageConfig(16, 2, 1, embed_kernel=7, embed_stride=4, embed_padding=2)
-COARSER = StageConfig(24, 2, 1)
-CVT = CvTConfig((PATCHES, COARSER), img_size=32, num_classes=10)
+CVT = CvTConfig(
+    embed_dim=(16, 24),
+    num_heads=2,
+    depth=1,
+    embed_kernel=(7, 3),
+    embed_stride=(4, 2),
+    embed_padding=(2, 1),
+    img_size=32,
+    num_classes=10,
+)
 MODELS = {
     "convit": (replace(VARIANTS["convit_nano"].config, depth=2, gpsa_layers=1), [(8, 8)]),
     "deit": (replace(VARIANTS["deit_nano"].config, depth=1), [(8, 8)]),
@@ -42,8 +49,8 @@ MODELS = {
         replace(VARIANTS["convit_nano"].config, depth=2, gpsa_layers=1, positional_attention="psa"),
         [(8, 8)],
     ),
-    "cvt with positions": (CVT.with_overrides(position="first", depth=1), [(32, 32)]),
-    "cvt, every position": (CVT.with_overrides(position="every", depth=1), [(32, 32)]),
+    "cvt with positions": (CVT.with_overrides(use_pos_embed=(True, False)), [(32, 32)]),
+    "cvt, every position": (CVT.with_overrides(use_pos_embed=True), [(32, 32)]),
 }
 CLASSES = [f"class {index}" for index in range(10)]
 

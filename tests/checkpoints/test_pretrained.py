@@ -210,7 +210,7 @@ def test_another_image_size_gives_what_resampling_at_run_time_gives(
 
 
 def test_cvts_position_embedding_is_resampled(randomise, tmp_path):
-    fields = {"depth": (1, 1, 1), "num_classes": 10, "position": "every"}
+    fields = {"depth": (1, 1, 1), "num_classes": 10, "use_pos_embed": True}
     source_model = randomise(create_model("cvt_13", img_size=64, **fields))
     path = save(source_model, tmp_path)
     model = create_model("cvt_13", img_size=96, weights=path, **fields).eval()

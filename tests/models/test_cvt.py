@@ -20,14 +20,14 @@ SIZES = {
 }
 
 # The paper's ablations: overrides, and millions of parameters reported.
+PATCHES = {"embed_kernel": (4, 2, 2), "embed_padding": 0}
 ABLATIONS = {
-    "T5 every": ({"position": "every"}, 20),
-    "T5 first": ({"position": "first"}, 20),
-    "T5 last": ({"position": "last"}, 20),
-    "T5 none": ({"position": "none"}, 20),
-    "T6 a": ({"embedding": "patch"}, 19.5),
-    "T6 b": ({"embedding": "patch", "position": "every"}, 19.9),
-    "T6 c": ({"position": "every"}, 20.3),
+    "T5 every": ({"use_pos_embed": True}, 20),
+    "T5 first": ({"use_pos_embed": (True, False, False)}, 20),
+    "T5 last": ({"use_pos_embed": (False, False, True)}, 20),
+    "T6 a": (PATCHES, 19.5),
+    "T6 b": (PATCHES | {"use_pos_embed": True}, 19.9),
+    "T6 c": ({"use_pos_embed": True}, 20.3),
     "T6 d": ({}, 20.0),
     "T7 a": ({"kv_stride": 1}, 20),
     "T7 b": ({"kv_stride": 2}, 20),
@@ -112,12 +112,12 @@ def test_the_class_token_stays_when_patches_are_pooled_and_may_be_left_out():
 
 def test_position_embeddings_make_the_order_of_patches_matter(randomise):
     """Without them, and with linear projections and patches, attention ignores positions."""
-    overrides = {"projection": "linear", "embedding": "patch", "depth": 1}
+    overrides = {"projection": "linear", "depth": 1} | PATCHES
     x = images(small())
     moved = x.roll(16, dims=3)  # whole patches of the last stage
     blind = randomise(small(**overrides))
     torch.testing.assert_close(blind(moved), blind(x))
-    placed = randomise(small(position="last", **overrides))
+    placed = randomise(small(use_pos_embed=(False, False, True), **overrides))
     assert (placed(moved) - placed(x)).abs().max() > 1e-3
 
 
@@ -139,7 +139,7 @@ def test_quick_gelu():
 
 
 def test_decay_and_groups_cover_every_parameter():
-    model = small(position="first")
+    model = small(use_pos_embed=(True, False, False))
     assert model.no_weight_decay() == {"stages.0.pos_embed", "stages.2.cls_token"}
     names = {name for name, _ in model.named_parameters()}
     for coarse, groups in ((True, 1 + 3 + 1), (False, 1 + 2 + 4 + 1)):
@@ -157,7 +157,7 @@ def test_decay_and_groups_cover_every_parameter():
     [
         {},
         {"activation": "gelu", "kv_stride": 1},
-        {"projection": ("conv", "avg", "linear"), "position": "every"},
+        {"projection": ("conv", "avg", "linear"), "use_pos_embed": True},
         {"global_pool": "avg"},
     ],
 )
@@ -183,7 +183,7 @@ def test_fused_logits_are_the_same(overrides, randomise):
 @pytest.mark.slow
 def test_ten_batches_of_one_compiled_graph_agree(agrees_when_compiled, randomise):
     # Two stages, since compile time grows with the number of kernels.
-    first = {"embed_dim": 8, "num_heads": 1, "depth": 1, "embed_kernel": 7, "embed_stride": 4}
-    stages = [first | {"embed_padding": 2}, {"embed_dim": 16, "num_heads": 2, "depth": 1}]
-    model = build("cvt_13", stages=stages, num_classes=5, img_size=32)
+    sizes = {"embed_dim": (8, 16), "num_heads": (1, 2), "depth": 1}
+    convolutions = {"embed_kernel": (7, 3), "embed_stride": (4, 2), "embed_padding": (2, 1)}
+    model = build("cvt_13", **sizes, **convolutions, num_classes=5, img_size=32)
     agrees_when_compiled(randomise(model).fuse(), images)

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from locality.layers.grid import ProjectionName
-from locality.models import StageConfig
+from locality.layers.grid import ProjectionName, projected_grid
 from locality.models.cvt import (
     ConvolutionalAttention,
     ConvolutionalEmbedding,
@@ -57,8 +56,7 @@ def test_embedding_is_a_convolution_and_a_norm(kernel, stride, padding, size):
     embed = ConvolutionalEmbedding(3, 8, kernel, stride, padding)
     x = torch.randn(2, 3, *size)
     convolved = F.conv2d(x, embed.conv.weight, embed.conv.bias, stride, padding)
-    stage = StageConfig(8, 1, 1, kernel, stride, padding)
-    assert stage.grid(size) == tuple(convolved.shape[2:])
+    assert projected_grid(size, "conv", kernel, stride, padding) == tuple(convolved.shape[2:])
     expected = F.layer_norm(convolved.flatten(2).transpose(1, 2), (8,), eps=1e-5)
     torch.testing.assert_close(embed(x), expected)
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from locality.models import CvTConfig, StageConfig, build, variant
+from locality.models import CvTConfig, build, variant
 
 CVT_13 = variant("cvt_13").config
 
@@ -24,51 +24,29 @@ def test_table_2():
 
 
 def test_stochastic_depth_rises_over_a_stage():
-    rates = StageConfig(64, 1, 5, drop_path_rate=0.1).drop_path_rates
+    blocks = build("cvt_13", depth=(1, 1, 5)).stages[2].blocks
+    rates = [getattr(block.drop_path, "drop_prob", 0) for block in blocks]
     assert rates == pytest.approx((0, 0.025, 0.05, 0.075, 0.1))
-    assert StageConfig(64, 1, 1, drop_path_rate=0.1).drop_path_rates == (0,)
 
 
-@pytest.mark.parametrize(
-    "position, stages",
-    [
-        ("every", [True, True, True]),
-        ("first", [True, False, False]),
-        ("last", [False, False, True]),
-        ("none", [False, False, False]),
-    ],
-)
-def test_table_5_positions(position, stages):
-    assert per_stage(CVT_13.with_overrides(position=position), "use_pos_embed") == stages
-
-
-def test_table_6_embeddings():
-    patches = CVT_13.with_overrides(embedding="patch")
-    for field, values in {"kernel": [4, 2, 2], "stride": [4, 2, 2], "padding": [0, 0, 0]}.items():
-        assert per_stage(patches, f"embed_{field}") == values
-    assert patches.with_overrides(embedding="conv") == CVT_13
-    mixed = CVT_13.with_overrides(embedding=("patch", "conv", "conv"))
-    assert mixed.stages[0] == patches.stages[0] and mixed.stages[1:] == CVT_13.stages[1:]
-
-
-def test_embeddings_follow_strides_given_with_them():
-    changed = CVT_13.with_overrides(embed_stride=(2, 2, 1), embedding="conv")
-    assert per_stage(changed, "embed_kernel") == [3, 3, 3]
-    assert per_stage(changed, "embed_padding") == [1, 1, 1]
+def test_each_model_is_written_in_one_way():
+    same = {"kv_stride": [2, [2, 2], [2] * 10], "projection": ["conv"] * 3, "num_heads": [1, 3, 6]}
+    assert CVT_13.with_overrides(**same, drop_path_rate=[0, 0, 0.1]) == CVT_13
+    assert CVT_13.with_overrides(mlp_ratio=[4] * 13) == CVT_13
 
 
 def test_values_for_all_stages_for_each_and_for_each_block():
-    assert per_stage(CVT_13.with_overrides(kv_stride=1), "kv_stride") == [1, 1, 1]
-    assert per_stage(CVT_13.with_overrides(kv_stride=[1, 2, 1]), "kv_stride") == [1, 2, 1]
+    assert per_stage(CVT_13.with_overrides(kv_stride=1), "kv_stride") == [(1,), (1,) * 2, (1,) * 10]
+    assert CVT_13.with_overrides(kv_stride=[1, 2, 1]).stages[1].kv_stride == (2, 2)
     blocks = CVT_13.with_overrides(mlp_ratio=list(range(1, 14))).stages
-    assert [stage.mlp_ratios for stage in blocks] == [(1,), (2, 3), tuple(range(4, 14))]
+    assert [stage.mlp_ratio for stage in blocks] == [(1,), (2, 3), tuple(range(4, 14))]
     kinds = ("conv", "linear", "avg")
     assert tuple(per_stage(CVT_13.with_overrides(projection=kinds), "projection")) == kinds
 
 
 def test_blocks_are_dealt_to_the_depths_given_with_them():
     changed = CVT_13.with_overrides(depth=(2, 1, 2), kv_stride=(1, 1, 2, 1, 2))
-    assert [stage.kv_strides for stage in changed.stages] == [(1, 1), (2,), (1, 2)]
+    assert [stage.kv_stride for stage in changed.stages] == [(1, 1), (2,), (1, 2)]
 
 
 def test_one_drop_path_rate_is_the_last_stages():
@@ -80,7 +58,9 @@ def test_one_drop_path_rate_is_the_last_stages():
 
 
 def test_goes_through_json_and_back():
-    config = CVT_13.with_overrides(kv_stride=[1, 2] * 6 + [1], position="first", img_size=(96, 64))
+    config = CVT_13.with_overrides(
+        kv_stride=[1, 2] * 6 + [1], use_pos_embed=[True, False, False], img_size=(96, 64)
+    )
     written = json.loads(json.dumps(dataclasses.asdict(config)))
     assert CvTConfig(**written) == config
     assert hash(config) == hash(CvTConfig(**written))
@@ -88,8 +68,8 @@ def test_goes_through_json_and_back():
 
 def test_smallest_image():
     assert CVT_13.minimum_size == 3
-    assert CVT_13.with_overrides(embedding="patch").minimum_size == 16
-    for config in (CVT_13, CVT_13.with_overrides(embedding="patch")):
+    assert CVT_13.with_overrides(embed_kernel=(4, 2, 2), embed_padding=0).minimum_size == 16
+    for config in (CVT_13, CVT_13.with_overrides(embed_kernel=(4, 2, 2), embed_padding=0)):
         least = config.minimum_size
         assert min(min(grid) for grid in config.grids((least, least))) == 1
         with pytest.raises(ValueError, match=f"{least}×{least}"):
@@ -99,9 +79,6 @@ def test_smallest_image():
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        ({"position": "evry"}, "every, first"),
-        ({"position": ["every"]}, "position"),
-        ({"embedding": "patches"}, "conv, patch"),
         ({"projection": "cnv"}, "avg, conv, linear"),
         ({"projection": ("conv", "linear")}, "projection"),
         ({"activation": "relu"}, "quick_gelu"),
@@ -118,16 +95,12 @@ def test_smallest_image():
         ({"drop_path_rate": 1.0}, "drop_path_rate"),
         ({"in_chans": 0}, "in_chans"),
         ({"img_size": 2}, "3×3"),
-        ({"stages": ()}, "stages"),
-        ({"stages": [{"embed_dim": 8, "num_heads": 1}]}, "depth"),
-        ({"stages": [{"embed_dims": 8}]}, "stage.embed_dim"),
+        ({"embed_dim": ()}, "embed_dim"),
         ({"kv_strid": 1}, "kv_stride"),
-        ({"embedding": "conv", "embed_kernel": 5}, "embed_kernel"),
-        ({"patch_size": 16}, "embed_stride"),
     ],
 )
 def test_refusals_name_the_field(overrides, named):
     with pytest.raises(ValueError, match=named):
         build("cvt_13", **overrides)
     with pytest.raises(ValueError, match="kv_stride"):
-        StageConfig(64, 1, 3, kv_stride=(1, 2))
+        build("cvt_13", kv_stride=(1, 2, (1, 2)))

@@ -29,7 +29,11 @@ SMALL = {"embed_dim": (8, 16, 24), "num_heads": (1, 2, 3), "depth": (1, 2, 3), "
 MODELS = [
     pytest.param("cvt_13", SMALL, id="small"),
     pytest.param("cvt_13", SMALL | {"kv_stride": 1, "mlp_ratio": 2.0}, id="small unsqueezed"),
-    pytest.param("cvt_13", SMALL | {"embedding": "patch", "qkv_bias": False}, id="small patches"),
+    pytest.param(
+        "cvt_13",
+        SMALL | {"embed_kernel": (4, 2, 2), "embed_padding": 0, "qkv_bias": False},
+        id="small patches",
+    ),
     pytest.param("cvt_13", {}, id="cvt_13", marks=pytest.mark.slow),
     pytest.param("cvt_21", {}, id="cvt_21", marks=pytest.mark.slow),
 ]

@@ -6,17 +6,17 @@ import dataclasses
 
 import pytest
 
-from locality.models.config import CvTConfig, StageConfig
+from locality.models.config import CvTConfig
 from locality.models.factory import TimmConfig, describe, named
 from locality.models.variants import VARIANTS, variant
 
-STAGES = tuple(StageConfig(8 * n, n, 1, kv_stride=(2,), mlp_ratio=2.0) for n in (1, 2))
+STAGES = {"embed_dim": (8, 16), "num_heads": (1, 2), "depth": 1, "mlp_ratio": 2.0}
 CONFIGS = {
     **{name: row.config for name, row in VARIANTS.items()},
     "deeper": variant("convit_nano").config.with_overrides(depth=5, gpsa_layers=2, img_size=16),
     "pooled": variant("deit_nano").config.with_overrides(global_pool="avg", num_classes=3),
     "patches": variant("convit_micro").config.with_overrides(patch_size=8, drop_path_rate=0.1),
-    "two stages": CvTConfig(STAGES, img_size=(16, 32), activation="gelu"),
+    "two stages": CvTConfig(**STAGES, img_size=(16, 32), activation="gelu"),
     "timm's": TimmConfig.named("timm/test_vit").with_overrides(global_pool="avg", num_classes=2),
 }
 

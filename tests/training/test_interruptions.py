@@ -153,11 +153,12 @@ def test_a_skipped_update_leaves_running_statistics_alone(tmp_path, monkeypatch)
         return (images * float("inf") if next(calls) == 2 else images), targets
 
     monkeypatch.setattr(Objective, "mix", broken)
-    stages = [{"embed_dim": 8, "num_heads": 1, "depth": 1}]
+    one = {"embed_dim": [8], "num_heads": 1, "depth": 1}
+    convolution = {"embed_kernel": 3, "embed_stride": 2, "embed_padding": 1}
     config = tiny(
         model__name="cvt_13",
         model__img_size=8,
-        model__overrides={"stages": stages},
+        model__overrides=one | convolution,
         engine__max_bad_losses=1,
     )
     train(config, tmp_path / "run")

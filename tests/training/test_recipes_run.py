@@ -16,10 +16,13 @@ from .conftest import train
 SIZE = 32
 VIT = {"depth": 2, "num_heads": 4, "embed_dim": 32}
 CVT = {
-    "stages": [
-        {"embed_dim": 8, "num_heads": 1, "depth": 1},
-        {"embed_dim": 16, "num_heads": 2, "depth": 2, "drop_path_rate": 0.1},
-    ]
+    "embed_dim": (8, 16),
+    "num_heads": (1, 2),
+    "depth": (1, 2),
+    "embed_kernel": 3,
+    "embed_stride": 2,
+    "embed_padding": 1,
+    "drop_path_rate": 0.1,
 }
 
 

@@ -20,7 +20,7 @@ from locality.checkpoints.native import Checkpoint
 from locality.data.config import Preprocessing
 from locality.errors import UserError, prefix_errors
 from locality.files import read_shaped
-from locality.models.config import CvTConfig, StageConfig, to_2tuple
+from locality.models.config import CvTConfig, to_2tuple
 from locality.models.factory import TimmConfig
 from locality.models.variants import PREFIX, VARIANTS, variant
 from locality.settings import from_dict
@@ -65,7 +65,7 @@ CVT_STAGES = {
     "padding_kv": "kv_padding",
     "drop_path_rate": "drop_path_rate",
 }
-"""transformers' CvT settings, lists with one value per stage → fields of `StageConfig`."""
+"""transformers' CvT settings, lists with one value per stage → fields of `CvTConfig`."""
 
 _RESAMPLE = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # Pillow's numbers
 # From this size on, ConvNeXT's image processor (also CvT's) resizes without cropping.
@@ -193,13 +193,10 @@ def _transformers(folder: Path, content: Mapping[str, Any]) -> Checkpoint:
                 f"{name} is {content.get(name)!r}; only {value} is supported in transformers' CvTs"
             )
     _say_unused({name: content.get(name) for name in ("drop_rate", "attention_drop_rate")})
-    rows = zip(*(content[theirs] for theirs in CVT_STAGES), strict=True)
     labels = content.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"})  # transformers' default
     prepared = _preprocessor(folder / PREPROCESSOR)
     config = CvTConfig(
-        tuple(
-            from_dict(StageConfig, dict(zip(CVT_STAGES.values(), row, strict=True))) for row in rows
-        ),
+        **{ours: content[theirs] for theirs, ours in CVT_STAGES.items()},
         num_classes=len(labels),
         in_chans=content["num_channels"],
         img_size=224 if prepared is None else prepared.size,

@@ -173,12 +173,12 @@ class _CvT(KeyMap):
             f"activation={self.activation}": config.activation == self.activation,
             "attention_scale=width": config.attention_scale == "width",
             "projection=conv": all(stage.projection == "conv" for _, stage in stages),
-            "position=none": not any(stage.use_pos_embed for _, stage in stages),
+            "use_pos_embed=false": not any(stage.use_pos_embed for _, stage in stages),
             f"global_pool={'token' if token else 'avg'}": (
                 config.global_pool == ("token" if token else "avg")
             ),
-            "one kv_stride per stage": all(len({*stage.kv_strides}) == 1 for _, stage in stages),
-            "one mlp_ratio per stage": all(len({*stage.mlp_ratios}) == 1 for _, stage in stages),
+            "one kv_stride per stage": all(len({*stage.kv_stride}) == 1 for _, stage in stages),
+            "one mlp_ratio per stage": all(len({*stage.mlp_ratio}) == 1 for _, stage in stages),
         }
         if self.later_depth:
             requirements["class_token=true"] = token

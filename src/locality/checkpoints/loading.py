@@ -282,7 +282,8 @@ def _infer(state: State, key_map: KeyMap, settings: Mapping[str, Any]) -> tuple[
     fitting: dict[str, Any] = {}
     for name, row in VARIANTS.items():
         stem = state.get(key_map.rename(f"{row.config.stem}.weight"))
-        width = getattr(row.config, "embed_dim", None) or row.config.stages[0].embed_dim
+        width = row.config.embed_dim
+        width = width[0] if isinstance(width, tuple) else width
         with contextlib.suppress(UserError, KeyError):
             if stem is not None and stem.shape[:1] == (width,):  # else without building the model
                 fields = _depths(state, row.config) | dict(settings)

@@ -120,7 +120,7 @@ def _dynamic_axes(model: ImageClassifier) -> dict[int, Any]:
 def _smallest_grid(config: CvTConfig, side: int) -> int:
     """The shortest side of any grid of queries or keys, for an image of `side`."""
     stages = zip(config.grids((side, side)), config.stages, strict=True)
-    return min(min(*grid, *stage.kv_grid(grid, max(stage.kv_strides))) for grid, stage in stages)
+    return min(min(*grid, *stage.kv_grid(grid, max(stage.kv_stride))) for grid, stage in stages)
 
 
 def _onnx(program: torch.export.ExportedProgram, axes: dict[int, Any], description: str) -> bytes:

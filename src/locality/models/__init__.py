@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from locality.models.base import ImageClassifier as ImageClassifier
     from locality.models.config import Architecture as Architecture
     from locality.models.config import CvTConfig as CvTConfig
-    from locality.models.config import StageConfig as StageConfig
     from locality.models.config import ViTConfig as ViTConfig
     from locality.models.convit import (
         GatedPositionalSelfAttention as GatedPositionalSelfAttention,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from msgspec import Meta
 
@@ -20,7 +22,7 @@ from locality.layers.grid import (
     hidden_width,
     projected_grid,
 )
-from locality.settings import Setting, check, from_dict, setting, settings_of, with_role
+from locality.settings import Setting, check, setting, settings_of, with_role
 
 # The largest published model has 0.3 billion parameters; far more is a mistake or hostile.
 _MOST_PARAMETERS = 4_000_000_000
@@ -143,7 +145,7 @@ def to_2tuple(img_size: int | Sequence[int]) -> Grid:
     return height, width
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ViTConfig(Architecture):
     """The complete architecture of a DeiT or ConViT; see `Architecture` for the other fields.
 
@@ -283,101 +285,23 @@ def token_grid(img_size: int | Sequence[int], patch_size: int) -> Grid:
     return height // patch_size, width // patch_size
 
 
-_PER_BLOCK = ("mlp_ratio", "kv_stride")
-_SHORTHANDS = {
-    "position": Setting(
-        Literal["every", "first", "last", "none"],
-        "which of the stages have a position embedding (Table 5)",
-    ),
-    "embedding": Setting(
-        Literal["conv", "patch"], "token embedding, for all stages or one per stage (Table 6)"
-    ),
-}
+class StageConfig(NamedTuple):
+    """One stage of a CvT, with nothing left open; see `CvTConfig`."""
 
-
-@dataclass(frozen=True)
-class StageConfig:
-    """One stage of a CvT (a column of Table 2).
-
-    Attributes:
-        embed_dim: token width C.
-        num_heads: heads per layer; divides C.
-        depth: number of blocks.
-        embed_kernel, embed_stride, embed_padding: the token embedding's convolution (Eq. 1).
-            Kernel = stride without padding is a patch embedding (Table 6).
-        mlp_ratio: hidden width of the MLPs over C; one number, or one per block.
-        kv_stride: stride of the key and value projections; one number, or one per block (Table 7).
-            Ignored by linear projections.
-        projection: "conv", "linear" (Table 8) or "avg"; see `Projection`.
-        projection_kernel: side of the projections' window.
-        kv_padding: padding of the key and value projections; half the window if None.
-        qkv_bias: bias of the projections' linear parts.
-        use_pos_embed: add a learned position embedding to the stage's patches (Table 5).
-        drop_path_rate: stochastic depth, rising linearly from 0 to this over the stage's blocks.
-
-    Raises:
-        UserError: with the field, the value given and what is accepted.
-    """
-
-    embed_dim: checks.Width
-    num_heads: checks.UpTo1024
-    depth: checks.Depth
-    embed_kernel: checks.UpTo1024 = 3
-    embed_stride: checks.UpTo1024 = 2
-    embed_padding: int = 1
-    mlp_ratio: checks.Ratio | tuple[checks.Ratio, ...] = 4.0
-    kv_stride: checks.UpTo1024 | tuple[checks.UpTo1024, ...] = 2
-    projection: ProjectionName = "conv"
-    projection_kernel: int = 3
-    kv_padding: int | None = None
-    qkv_bias: bool = True
-    use_pos_embed: bool = False
-    drop_path_rate: checks.ShareBelowOne = setting(0.0, "training")
-
-    def __post_init__(self) -> None:
-        check(self)
-        for name in _PER_BLOCK:
-            given = getattr(self, name)
-            if isinstance(given, tuple) and len(given) != self.depth:
-                raise UserError(
-                    f"{name}={given} has {len(given)} values for depth={self.depth}; "
-                    f"give one number, or one per block"
-                )
-        check_heads(self.embed_dim, self.num_heads)
-        # With more padding, some tokens would see only padding.
-        checks.integer("embed_padding", self.embed_padding, 0, self.embed_kernel - 1)
-        check_kernel(self.projection_kernel)
-        if self.kv_padding is not None:
-            checks.integer("kv_padding", self.kv_padding, 0, self.projection_kernel // 2)
-
-    @property
-    def mlp_ratios(self) -> tuple[float, ...]:
-        """The MLP ratio of each block."""
-        given = self.mlp_ratio
-        return given if isinstance(given, tuple) else (given,) * self.depth
-
-    @property
-    def kv_strides(self) -> tuple[int, ...]:
-        """The stride of keys and values in each block."""
-        given = self.kv_stride
-        return given if isinstance(given, tuple) else (given,) * self.depth
-
-    def kv_grid(self, grid: Grid, kv_stride: int) -> Grid:
-        """The grid of the keys and values of tokens on `grid`."""
-        return projected_grid(
-            grid, self.projection, self.projection_kernel, kv_stride, self.resolved_kv_padding
-        )
-
-    @property
-    def resolved_kv_padding(self) -> int:
-        """The padding of keys and values, as a number."""
-        return self.projection_kernel // 2 if self.kv_padding is None else self.kv_padding
-
-    @property
-    def drop_path_rates(self) -> tuple[float, ...]:
-        """The stochastic depth of each block."""
-        step = self.drop_path_rate / max(1, self.depth - 1)
-        return tuple(step * index for index in range(self.depth))
+    embed_dim: int
+    num_heads: int
+    depth: int
+    embed_kernel: int
+    embed_stride: int
+    embed_padding: int
+    mlp_ratio: tuple[float, ...]
+    kv_stride: tuple[int, ...]
+    projection: ProjectionName
+    projection_kernel: int
+    kv_padding: int
+    qkv_bias: bool
+    use_pos_embed: bool
+    drop_path_rate: float
 
     def grid(self, size: Grid) -> Grid:
         """The token grid of the stage for an image or token map of `size` (Eq. 1)."""
@@ -385,33 +309,62 @@ class StageConfig:
             size, "conv", self.embed_kernel, self.embed_stride, self.embed_padding
         )
 
-    def weight_signature(self) -> dict[str, Any]:
-        """As `Architecture.weight_signature`."""
-        linear = self.projection == "linear"
-        return weight_signature(self) | {
-            "mlp_ratio": tuple(hidden_width(self.embed_dim, ratio) for ratio in self.mlp_ratios),
-            "kv_stride": None if linear else self.kv_strides,
-            "projection_kernel": None if linear else self.projection_kernel,
-            "kv_padding": None if linear else self.resolved_kv_padding,
-        }
+    def kv_grid(self, grid: Grid, kv_stride: int) -> Grid:
+        """The grid of the keys and values of tokens on `grid`."""
+        return projected_grid(
+            grid, self.projection, self.projection_kernel, kv_stride, self.kv_padding
+        )
 
 
-@dataclass(frozen=True)
+_PER_BLOCK = ("mlp_ratio", "kv_stride")
+
+
+@dataclass(frozen=True, kw_only=True)
 class CvTConfig(Architecture):
     """The complete architecture of a CvT (Table 2); see `Architecture` for the other fields.
 
-    By default, the last stage has a class token unless `global_pool` is "avg". The model accepts
+    A field of the stages is one value for all, or one per stage, as a column of Table 2 each. By
+    default, the last stage has a class token unless `global_pool` is "avg". The model accepts
     images of at least `minimum_size`.
 
     Attributes:
-        stages: one `StageConfig` per stage.
+        embed_dim: token width C of each stage.
+        num_heads: heads per layer; divides C.
+        depth: number of blocks.
+        embed_kernel, embed_stride, embed_padding: the token embedding's convolution (Eq. 1).
+            Kernel = stride without padding is a patch embedding (Table 6).
+        mlp_ratio: hidden width of the MLPs over C; also one value per block.
+        kv_stride: stride of the key and value projections; also one value per block (Table 7).
+            Ignored by linear projections.
+        projection: "conv", "linear" (Table 8) or "avg"; see `Projection`.
+        projection_kernel: side of the projections' window.
+        kv_padding: padding of the key and value projections; half the window if None.
+        qkv_bias: bias of the projections' linear parts.
+        use_pos_embed: add a learned position embedding to the patches (Table 5).
+        drop_path_rate: stochastic depth, rising linearly from 0 to this over the stage's blocks; a
+            single value is the last stage's, as in the authors' configurations.
         activation: activation of the MLPs: the authors' "quick_gelu", x·σ(1.702x), or the exact
             "gelu".
         attention_scale: scale of the attention scores: "width", C^−½, as in the authors' weights,
             or "head", the usual d^−½.
     """
 
-    stages: tuple[StageConfig, ...]
+    embed_dim: tuple[checks.Width, ...]
+    num_heads: checks.UpTo1024 | tuple[checks.UpTo1024, ...]
+    depth: checks.Depth | tuple[checks.Depth, ...]
+    embed_kernel: checks.UpTo1024 | tuple[checks.UpTo1024, ...] = 3
+    embed_stride: checks.UpTo1024 | tuple[checks.UpTo1024, ...] = 2
+    embed_padding: int | tuple[int, ...] = 1
+    mlp_ratio: checks.Ratio | tuple[checks.Ratio | tuple[checks.Ratio, ...], ...] = 4.0
+    kv_stride: checks.UpTo1024 | tuple[checks.UpTo1024 | tuple[checks.UpTo1024, ...], ...] = 2
+    projection: ProjectionName | tuple[ProjectionName, ...] = "conv"
+    projection_kernel: int | tuple[int, ...] = 3
+    kv_padding: int | tuple[int | None, ...] | None = None
+    qkv_bias: bool | tuple[bool, ...] = True
+    use_pos_embed: bool | tuple[bool, ...] = False
+    drop_path_rate: checks.ShareBelowOne | tuple[checks.ShareBelowOne, ...] = setting(
+        0.0, "training"
+    )
     activation: Activation = "quick_gelu"
     attention_scale: AttentionScale = "width"
 
@@ -420,21 +373,67 @@ class CvTConfig(Architecture):
     stem = "stages.0.embed.conv"
 
     def __post_init__(self) -> None:
-        stages = tuple(
-            from_dict(StageConfig, stage, "stage") if isinstance(stage, dict) else stage
-            for stage in self.stages
-        )
-        object.__setattr__(self, "stages", stages)
         super().__post_init__()
-        if not stages:
-            raise UserError("stages is empty; give at least one StageConfig")
+        if not self.embed_dim:
+            raise UserError("embed_dim is empty; give the width of each stage")
+        for name in StageConfig._fields:  # each model is written in one way
+            values = self.per_stage(name)
+            if name == "drop_path_rate":
+                values = values if any(values[:-1]) else values[-1]
+            elif name not in ("embed_dim", "num_heads", "depth"):
+                values = tuple(map(_one, values))
+                values = values if isinstance(values[0], tuple) else _one(values)
+            object.__setattr__(self, name, values)
         channels = self.in_chans
-        for stage, (rows, columns) in zip(stages, self.native_grids, strict=True):
+        for stage, (rows, columns) in zip(self.stages, self.native_grids, strict=True):
+            check_heads(stage.embed_dim, stage.num_heads)
+            # With more padding, some tokens would see only padding.
+            checks.integer("embed_padding", stage.embed_padding, 0, stage.embed_kernel - 1)
+            check_kernel(stage.projection_kernel)
+            checks.integer("kv_padding", stage.kv_padding, 0, stage.projection_kernel // 2)
             entries = rows * columns * stage.use_pos_embed + channels * stage.embed_kernel**2
             entries += 3 * stage.depth * stage.projection_kernel**2 + self.num_classes
-            ratio = max(stage.mlp_ratios)
+            ratio = max(stage.mlp_ratio)
             _check_parameters(stage.embed_dim, stage.depth, ratio, stage.embed_dim * entries)
             channels = stage.embed_dim
+
+    def per_stage(self, name: str) -> tuple[Any, ...]:
+        """The values of a field of the stages, one per stage.
+
+        Raises:
+            UserError: for a wrong number of values.
+        """
+        value, count = getattr(self, name), len(self.embed_dim)
+        depths: Any = self.depth
+        if not isinstance(value, tuple):
+            others = 0.0 if name == "drop_path_rate" else value
+            return (others,) * (count - 1) + (value,)
+        if name in _PER_BLOCK and len(value) == sum(depths) != count:
+            blocks = iter(value)
+            value = tuple(tuple(itertools.islice(blocks, depth)) for depth in depths)
+        if len(value) != count:
+            raise UserError(
+                f"{name}={value} has {len(value)} values for {count} stages; give one value, one "
+                f"per stage{', or one per block' if name in _PER_BLOCK else ''}"
+            )
+        for blocks, depth in zip(value, depths, strict=True) if name in _PER_BLOCK else ():
+            if isinstance(blocks, tuple) and len(blocks) != depth:
+                raise UserError(f"{name}={blocks} has {len(blocks)} values for depth={depth}")
+        return value
+
+    @cached_property
+    def stages(self) -> tuple[StageConfig, ...]:
+        """The stages, first to last."""
+        columns = map(self.per_stage, StageConfig._fields)
+        rows = [StageConfig(*row) for row in zip(*columns, strict=True)]
+        return tuple(
+            row._replace(
+                mlp_ratio=_each(row.mlp_ratio, row.depth),
+                kv_stride=_each(row.kv_stride, row.depth),
+                kv_padding=row.projection_kernel // 2 if row.kv_padding is None else row.kv_padding,
+            )
+            for row in rows
+        )
 
     @property
     def has_class_token(self) -> bool:
@@ -447,7 +446,7 @@ class CvTConfig(Architecture):
         side = 1
         for stage in reversed(self.stages):
             if stage.projection != "linear":
-                side = max(side, stage.projection_kernel - 2 * stage.resolved_kv_padding)
+                side = max(side, stage.projection_kernel - 2 * stage.kv_padding)
             side = (side - 1) * stage.embed_stride + stage.embed_kernel - 2 * stage.embed_padding
             side = max(1, side)
         return side
@@ -477,97 +476,21 @@ class CvTConfig(Architecture):
     def weight_signature(self) -> dict[str, Any]:
         """As `Architecture.weight_signature`, with the fields of each stage."""
         fields = super().weight_signature()
-        for index, stage in enumerate(fields.pop("stages")):
-            fields |= {f"stages.{index}.{name}": x for name, x in stage.weight_signature().items()}
+        for name in StageConfig._fields:
+            fields.pop(name, None)
+        for index, stage in enumerate(self.stages):
+            linear = {"kv_stride", "projection_kernel", "kv_padding"}
+            unused = {"drop_path_rate"} | (linear if stage.projection == "linear" else set())
+            widths = tuple(hidden_width(stage.embed_dim, ratio) for ratio in stage.mlp_ratio)
+            own = stage._replace(mlp_ratio=widths)._asdict().items()
+            fields |= {f"stages.{index}.{name}": x for name, x in own if name not in unused}
         return fields
 
-    @classmethod
-    def settings(cls) -> dict[str, Setting]:
-        per_stage = {
-            name: of if name in _PER_BLOCK else of._replace(hint=of.hint | tuple[of.hint, ...])  # type: ignore[name-defined]
-            for name, of in settings_of(StageConfig).items()
-        }
-        return settings_of(cls) | per_stage | _SHORTHANDS
 
-    def with_overrides(self, **fields: Any) -> Self:
-        """This configuration with some fields changed; `position` and `embedding` are shorthands.
-
-        Args:
-            fields: any field of `CvTConfig`; any field of `StageConfig`, as one value for all
-                stages or one per stage (`mlp_ratio` and `kv_stride` also one per block of the
-                whole model; a single `drop_path_rate` applies to the last stage, the others get
-                0); `position`: "every", "first", "last" or "none" of the stages have a position
-                embedding (Table 5); `embedding`: "conv" or "patch", for all stages or one per
-                stage (Table 6).
-
-        Raises:
-            UserError: for an unknown field (suggesting the nearest), a wrong number of values, or
-                an invalid value.
-        """
-        own, per_stage = settings_of(CvTConfig), settings_of(StageConfig)
-        if "patch_size" in fields:
-            raise UserError(
-                "a CvT has no patch_size; set embed_stride per stage, and embedding='patch' for "
-                "embeddings that do not overlap"
-            )
-        check_known("setting of CvTConfig", fields, self.settings(), UnknownSetting)
-        if "embedding" in fields and fields.keys() & {"embed_kernel", "embed_padding"}:
-            raise UserError(
-                "embedding sets embed_kernel and embed_padding; give either embedding or those two"
-            )
-        changed = dataclasses.replace(self, **{k: v for k, v in fields.items() if k in own})
-        count = len(changed.stages)
-        depths = _spread("depth", fields.get("depth", [s.depth for s in changed.stages]), count)
-        values = {
-            name: _spread(name, value, count, depths if name in _PER_BLOCK else None)
-            for name, value in fields.items()
-            if name in per_stage
-        }
-        if "position" in fields:
-            which = checks.typed("position", fields["position"], _SHORTHANDS["position"].hint)
-            only = {"first": 0, "last": count - 1}.get(which)
-            values["use_pos_embed"] = [which == "every" or i == only for i in range(count)]
-        stages = [
-            dataclasses.replace(stage, **{name: given[index] for name, given in values.items()})
-            for index, stage in enumerate(changed.stages)
-        ]
-        if "embedding" in fields:
-            embeddings = _spread("embedding", fields["embedding"], count)
-            stages = [_with_embedding(*pair) for pair in zip(stages, embeddings, strict=True)]
-        return dataclasses.replace(changed, stages=tuple(stages))
+def _one(values: Any) -> Any:
+    """Equal values as one."""
+    return values[0] if isinstance(values, tuple) and len({*values}) == 1 else values
 
 
-def _spread(name: str, value: Any, count: int, depths: list[int] | None = None) -> list[Any]:
-    """Expand one value for all stages, or one per stage, to a list of one per stage.
-
-    Args:
-        name, value: the setting.
-        count: number of stages.
-        depths: blocks per stage, if one value per block of the whole model is also accepted.
-    """
-    if not isinstance(value, (list, tuple)):
-        if name == "drop_path_rate":
-            return [0.0] * (count - 1) + [value]
-        return [value] * count
-    if len(value) == count:
-        return list(value)
-    if depths is not None and len(value) == sum(depths):
-        remaining = iter(value)
-        return [tuple(next(remaining) for _ in range(depth)) for depth in depths]
-    blocks = "" if depths is None else f", or one for each of the {sum(depths)} blocks"
-    raise UserError(
-        f"{name}={tuple(value)} has {len(value)} values for {count} stages; give one value, one "
-        f"per stage{blocks}"
-    )
-
-
-def _with_embedding(stage: StageConfig, embedding: str) -> StageConfig:
-    """The stage with a convolutional or a patch embedding of the same stride (Table 6)."""
-    checks.typed("embedding", embedding, _SHORTHANDS["embedding"].hint)
-    stride = stage.embed_stride
-    # The paper's are 7 and 2 for stride 4, 3 and 1 for 2. Stride 1, which is not in the paper, gets
-    # 3 and 1, so that tokens overlap.
-    kernel, padding = max(3, 2 * stride - 1), max(1, stride // 2)
-    if embedding == "patch":
-        kernel, padding = stride, 0
-    return dataclasses.replace(stage, embed_kernel=kernel, embed_padding=padding)
+def _each(value: Any, count: int) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,) * count

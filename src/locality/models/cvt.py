@@ -243,12 +243,16 @@ class Stage(nn.Module):
         self.cls_token = base.embedding(1, width) if class_token else None
         act, drop = _ACTIVATIONS[model.activation], model.proj_drop_rate
         self.blocks = nn.ModuleList()
-        per_block = (config.kv_strides, config.mlp_ratios, config.drop_path_rates)
-        for kv_stride, mlp_ratio, drop_path in zip(*per_block, strict=True):
+        # Stochastic depth grows linearly over the blocks.
+        step = config.drop_path_rate / max(1, config.depth - 1)
+        per_block = zip(config.kv_stride, config.mlp_ratio, strict=True)
+        for index, (kv_stride, mlp_ratio) in enumerate(per_block):
             windows = (config.projection, config.projection_kernel, kv_stride, config.qkv_bias)
             scaled = (model.attention_scale, config.kv_padding, drop, class_token)
             attention = ConvolutionalAttention(width, config.num_heads, *windows, *scaled)
-            self.blocks.append(Block(width, attention, mlp_ratio, act, _NORM_EPS, drop, drop_path))
+            self.blocks.append(
+                Block(width, attention, mlp_ratio, act, _NORM_EPS, drop, step * index)
+            )
 
     def forward(self, image: Tensor, grid: Grid) -> Tensor:
         """(B, C_in, H_in, W_in) → tokens (B, p + N, C) on `grid`."""
@@ -296,10 +300,11 @@ class ConvolutionalVisionTransformer(ImageClassifier):
     faster_features = fast.cvt
 
     def truncate(self, maps: int) -> dict[str, Any]:
-        stages = self.config.stages
-        token = self.config.has_class_token and maps == len(stages)
+        config = self.config
+        token = config.has_class_token and maps == len(self.stages)
         self.stages = self.stages[:maps]
-        return {"stages": stages[:maps], "class_token": token}
+        kept = {name: config.per_stage(name)[:maps] for name in StageConfig._fields}
+        return kept | {"class_token": token}
 
     def unused_parameters(self) -> set[str]:
         """Names of trainable parameters that by design do not affect the output.

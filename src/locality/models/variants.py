@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from locality.errors import UserError, lookup, near
-from locality.models.config import CvTConfig, StageConfig, ViTConfig, signature_diff
+from locality.models.config import CvTConfig, ViTConfig, signature_diff
 from locality.settings import with_role
 
 
@@ -56,12 +56,18 @@ def _cvt(
     drop_path: float = 0.0,
     **fields: Any,
 ) -> Variant:
-    stages = tuple(
-        StageConfig(width, number, depth, embed_stride=stride)
-        for width, number, depth, stride in zip(widths, heads, depths, strides, strict=True)
+    config = CvTConfig(
+        embed_dim=widths,
+        num_heads=heads,
+        depth=depths,
+        embed_stride=strides,
+        # The paper's are 7 and 2 for stride 4, 3 and 1 for 2. Stride 1, which is not in the paper,
+        # gets 3 and 1, so that tokens overlap.
+        embed_kernel=tuple(max(3, 2 * stride - 1) for stride in strides),
+        embed_padding=tuple(max(1, stride // 2) for stride in strides),
+        drop_path_rate=drop_path,
+        **fields,
     )
-    fields = {"embedding": "conv", "drop_path_rate": drop_path} | fields
-    config = CvTConfig(stages).with_overrides(**fields)
     return Variant(f"cvt_{size}", "cvt", config, source, baseline)
 
 

@@ -114,7 +114,7 @@ class SearchSpace:
         choices = [
             choice
             for stage in config.stages
-            for choice in zip(stage.kv_strides, stage.mlp_ratios, strict=True)
+            for choice in zip(stage.kv_stride, stage.mlp_ratio, strict=True)
         ]
         if len(choices) == self.blocks and set(choices) <= set(OPTIONS):
             candidate = tuple(OPTIONS.index(choice) for choice in choices)

@@ -8,17 +8,22 @@ import torch
 from locality.models import build, variant
 from locality_papers.search.space import SearchSpace
 
-OVERRIDES = {"stages": [
-    {"embed_dim": 8, "num_heads": 1, "depth": 1, "embed_kernel": 3, "embed_stride": 2},
-    {"embed_dim": 12, "num_heads": 2, "depth": 2, "embed_stride": 1, "drop_path_rate": 0.2},
-]}  # fmt: skip
+OVERRIDES = {
+    "embed_dim": (8, 12),
+    "num_heads": (1, 2),
+    "depth": (1, 2),
+    "embed_kernel": 3,
+    "embed_stride": (2, 1),
+    "embed_padding": 1,
+    "drop_path_rate": 0.2,
+}
 
 
 @pytest.fixture(scope="session")
 def base():
     """Two stages of one and two blocks on digits, at stride 1 and ratio 4."""
     fields = OVERRIDES | {"img_size": 8, "num_classes": 10, "kv_stride": 1, "mlp_ratio": 4.0}
-    return variant("cvt_13").config.with_overrides(stages=fields.pop("stages"), **fields)
+    return variant("cvt_13").config.with_overrides(**fields)
 
 
 @pytest.fixture

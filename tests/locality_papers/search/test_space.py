@@ -39,7 +39,7 @@ def closed_form(config):
         macs += kernel * patches
         channels = stage.embed_dim
         tokens = patches + (config.has_class_token and stage is last)
-        for stride, ratio in zip(stage.kv_strides, stage.mlp_ratios, strict=True):
+        for stride, ratio in zip(stage.kv_stride, stage.mlp_ratio, strict=True):
             keys = math.prod(stage.kv_grid(grid, stride))
             block = block_cost(stage, patches, tokens, keys, hidden_width(channels, ratio))
             parameters, macs = parameters + block[0], macs + block[1]
@@ -73,10 +73,16 @@ def test_cost_is_that_of_the_closed_form(name):
 @pytest.mark.parametrize(
     "overrides",
     [
-        {"kv_stride": 1, "position": "every"},
+        {"kv_stride": 1, "use_pos_embed": True},
         {"projection": ("conv", "linear", "avg"), "qkv_bias": False},
         {"projection": ("conv", "avg", "conv"), "kv_padding": 0},
-        {"embedding": "patch", "global_pool": "avg", "num_classes": 0, "in_chans": 1},
+        {
+            "embed_kernel": (4, 2, 2),
+            "embed_padding": 0,
+            "global_pool": "avg",
+            "num_classes": 0,
+            "in_chans": 1,
+        },
         {"projection_kernel": 5, "mlp_ratio": (1.3, 2, 0.7), "kv_stride": 3},
         {"img_size": 384},
     ],
@@ -106,8 +112,8 @@ def test_the_named_reconstruction_is_the_bottleneck_the_paper_describes(space):
     config = variant("cvt_13_nas").config
     found = space.cost(space.candidate(config))
     assert found.parameters <= 18.0e6 and found.macs <= 4.1e9
-    strides = [s for stage in config.stages for s in stage.kv_strides]
-    ratios = [r for stage in config.stages for r in stage.mlp_ratios]
+    strides = [s for stage in config.stages for s in stage.kv_stride]
+    ratios = [r for stage in config.stages for r in stage.mlp_ratio]
     assert (strides[0], ratios[0]) == (strides[-1], ratios[-1]) == (2, 2.0)
     middle = [i for i, ratio in enumerate(ratios) if ratio == 4.0]
     assert middle == list(range(middle[0], middle[-1] + 1))
