@@ -1,5 +1,6 @@
 """`locality.fit` and `locality train` give the same run; `TrainedRun` matches the commands."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -143,22 +144,32 @@ def test_importing_the_package_stays_quick():
     assert answer.stdout == "set()\n", answer.stderr
 
 
-UNGUARDED = """
+SCRIPT = """
 import multiprocessing
 import sys
-multiprocessing.set_start_method("forkserver", force=True)
+images, method, workers, guarded = sys.argv[1:]
+if method:
+    multiprocessing.set_start_method(method, force=True)
 import locality
-settings = {"schedule__steps": 2, "engine__batch_size": 16, "data__workers": 2}
-locality.fit(sys.argv[1], "convit_nano", output="run", quiet=True, **settings)
+settings = {"schedule__steps": 2, "engine__batch_size": 16, "data__workers": int(workers)}
+if __name__ == "__main__" or not guarded:
+    locality.fit(images, "convit_nano", output="run", quiet=True, **settings)
 """
+STARTS = [
+    *itertools.product(("fork", "spawn", "forkserver"), ("0", "2"), ("", "guarded")),
+    ("", "2", ""),
+]
 
 
 @pytest.mark.slow
-def test_a_script_whose_loading_processes_import_it_is_told_how_to_guard_it(images, tmp_path):
-    (tmp_path / "script.py").write_text(UNGUARDED)
-    words = [sys.executable, "script.py", str(images)]
+@pytest.mark.parametrize(("method", "workers", "guarded"), STARTS)
+def test_a_script_trains_or_is_told_how_to_guard_it(method, workers, guarded, images, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    words = [sys.executable, "script.py", str(images), method, workers, guarded]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert done.returncode and "__main__" in done.stderr.splitlines()[-1], done.stderr
-    guarded = UNGUARDED.replace("\nlocality.fit", '\nif __name__ == "__main__":\n    locality.fit')
-    (tmp_path / "script.py").write_text(guarded)
-    subprocess.run(words, cwd=tmp_path, check=True, timeout=200)
+    # Only loading processes that import the script would train again.
+    if method in ("spawn", "forkserver") and workers == "2" and not guarded:
+        assert done.returncode and "__main__" in done.stderr.splitlines()[-1], done.stderr
+    else:
+        assert not done.returncode, done.stderr
+        assert (tmp_path / "run" / "result.json").exists()

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 
 import numpy as np
@@ -112,33 +111,6 @@ def test_a_worker_that_cannot_send_ends_the_run(digits, monkeypatch):
     monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", None)
     with pytest.raises(ProcessKilled, match="shared memory is full"):
         collect(digits.train, PAD, workers=2)
-
-
-SCRIPT = """
-import multiprocessing, sys
-if sys.argv[1]:
-    multiprocessing.set_start_method(sys.argv[1], force=True)
-from locality.data import AugmentConfig, DataConfig, Preprocessing, open_data, train_loader
-
-options = {"batch_size": 8, "seed": 0, "stop_step": 2, "workers": 2}
-for batch in train_loader(
-    open_data(DataConfig(), seed=0).train, AugmentConfig(), Preprocessing(8), **options
-):
-    print(batch.indices.tolist())
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["", "spawn"])
-def test_a_script_without_a_main_guard(digits, tmp_path, method):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    words = [sys.executable, tmp_path / "script.py", method]
-    run = subprocess.run(words, capture_output=True, text=True)
-    if method:
-        assert "__main__" in run.stderr.splitlines()[-1] and not run.stdout
-    else:
-        expected = [batch.indices.tolist() for batch in collect(digits.train, PAD, stop_step=2)]
-        assert run.stdout.splitlines() == [*map(str, expected)], run.stderr
 
 
 def test_loading_in_this_process_leaves_its_generators_alone(digits):
