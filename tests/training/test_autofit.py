@@ -47,17 +47,17 @@ def test_busy_processors_are_left_alone(load, threads, monkeypatch):
 
 def test_the_images_alone_decide(tmp_path):
     root = photographs(tmp_path / "photos", 50)
-    config = autofit("photos", given(root)).config
+    config = autofit("photos", given(root))[0]
     assert config.model.architecture.img_size == 48
     for other in ({"schedule.minutes": 60.0}, {"schedule.minutes": None, "schedule.steps": 9}):
-        assert autofit("photos", given(root) | other).config.model == config.model
-    deit = autofit("photos", given(root) | {"model.name": "deit_nano"}).config
+        assert autofit("photos", given(root) | other)[0].model == config.model
+    deit = autofit("photos", given(root) | {"model.name": "deit_nano"})[0]
     assert deit.model.architecture.img_size == 48 and deit.augment == config.augment
-    cnn = autofit("photos", given(root) | {"model.name": "timm/test_resnet"}).config
+    cnn = autofit("photos", given(root) | {"model.name": "timm/test_resnet"})[0]
     size = cnn.model.architecture.img_size
     assert (size, cnn.optim, cnn.augment) == (48, config.optim, config.augment)
     large = {"model.name": "convit_mini", "model.img_size": 160, "model.patch_size": 16}
-    assert autofit("photos", given(root) | large).config.augment.auto_augment
+    assert autofit("photos", given(root) | large)[0].augment.auto_augment
 
 
 @pytest.mark.parametrize(
@@ -71,14 +71,14 @@ def test_the_images_alone_decide(tmp_path):
 )
 def test_long_images_are_squashed(tmp_path, size, squashed, said):
     root = given(write_classes(tmp_path / "photos", {"a": 9, "b": 9}, size=size[::-1]))
-    chosen = autofit("photos", root)
-    assert (chosen.config.input.crop_mode == "squash") == squashed
-    assert chosen.config.augment.crop == "pad" and said in str(chosen)
-    assert ("% of the pixels" in str(chosen)) == bool(said)
-    asked = autofit("photos", root | {"input.crop_mode": "center"})
-    assert asked.config.input.crop_mode == "center" and said in str(asked)
-    fitting = autofit("photos", root | {"model.img_size": (size[1], size[0] // 8 * 8)})
-    assert fitting.config.input.crop_mode == "center"
+    config, reasons = autofit("photos", root)
+    assert (config.input.crop_mode == "squash") == squashed
+    assert config.augment.crop == "pad" and said in reasons
+    assert ("% of the pixels" in reasons) == bool(said)
+    config, reasons = autofit("photos", root | {"input.crop_mode": "center"})
+    assert config.input.crop_mode == "center" and said in reasons
+    config, _ = autofit("photos", root | {"model.img_size": (size[1], size[0] // 8 * 8)})
+    assert config.input.crop_mode == "center"
 
 
 def test_fine_tuning_takes_architecture_and_preparation_from_the_weights(tmp_path):
@@ -86,14 +86,14 @@ def test_fine_tuning_takes_architecture_and_preparation_from_the_weights(tmp_pat
     train(tiny(input__crop_mode="squash"), donor)
     settings = settings_from_weights(str(donor))
     root = photographs(tmp_path / "photos", 20, classes=3)
-    config = autofit("finetune", given(root) | settings).config
+    config = autofit("finetune", given(root) | settings)[0]
     assert config.model.architecture == tiny().model.architecture
     assert config.model.name == "convit_nano"
     assert config.input == tiny(input__crop_mode="squash").input
     # Small models train as from scratch; larger ones learn slowly.
     assert config.optim.layer_decay == 1.0
     assert named_recipe("finetune").optim.layer_decay == 0.75
-    larger = autofit("finetune", given(root) | settings | {"model.img_size": 16}).config
+    larger = autofit("finetune", given(root) | settings | {"model.img_size": 16})[0]
     assert larger.model.architecture.img_size == 16
 
 

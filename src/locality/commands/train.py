@@ -28,7 +28,6 @@ from locality.training.recipes import CUSTOM_DATA_RECIPES, RECIPES, describe, re
 
 if TYPE_CHECKING:
     from locality.trained import TrainedRun
-    from locality.training.autofit import AutoFit
 
 # Short options of frequent settings.
 SHORT = {
@@ -222,7 +221,7 @@ def what_to_train(word: str | None, finetune: bool) -> tuple[str | None, dict[st
 
 def resolve(
     name: str, given: Mapping[str, Any], output: Path | str | None = None, quiet: bool = False
-) -> tuple[RunConfig, Path, AutoFit | None]:
+) -> tuple[RunConfig, Path, str | None]:
     """A run's configuration and folder, and the settings chosen for a custom dataset, if any.
 
     A run that has started keeps its settings.
@@ -262,8 +261,8 @@ def resolve(
             if known.get("input.crop_mode") == "center":  # the default, unless images are long
                 del known["input.crop_mode"]
             given = known | dict(given)
-        chosen = autofit(name, given)
-    return chosen.config, folder, chosen
+        config, chosen = autofit(name, given)
+    return config, folder, chosen
 
 
 def resumed(run: Path, given: Mapping[str, Any]) -> RunConfig:

@@ -54,6 +54,22 @@ def imbalance(counts: Mapping[str, int]) -> str:
     )
 
 
+def class_notes(counts: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """Notes on classes without images, and on uneven ones.
+
+    Args:
+        counts: images per class of each part, "training" first.
+    """
+    notes = []
+    for part, by_class in counts.items():
+        if empty := [name for name, count in by_class.items() if not count]:
+            notes.append(
+                f"{len(empty)} of {len(by_class):,} classes have no {part} images: {some(empty)}"
+            )
+    uneven = imbalance(next(iter(counts.values())))
+    return [*notes, uneven] if uneven else notes
+
+
 def numbered(names: Sequence[str]) -> str:
     """The first three classes with their numbers, in words."""
     shown = [f"{number} is '{name}'" for number, name in enumerate(names[:3])]

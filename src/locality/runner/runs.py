@@ -16,7 +16,6 @@ from locality.runs import RunFolder, is_run_folder
 from locality.settings import flatten, to_dict, with_role
 from locality.training.config import RunConfig, read_config
 from locality.training.cost import STEP_FORWARDS, estimate_cost, format_duration
-from locality.training.optim import make_plan
 
 TRAIN = "locality.training:train"
 _RUNS = with_role(RunConfig, "run")
@@ -155,12 +154,10 @@ def run_cost(run: Run, threads: int = 1) -> RunCost:
             macs = STEP_FORWARDS * result["macs"] * images
             return RunCost(state, images, macs, result["seconds"])
     try:
-        cost = estimate_cost(config, threads)
-        plan = make_plan(config, cost.train)
+        plan, macs, seconds = estimate_cost(config, threads)
         if config.schedule.minutes is not None:
             return RunCost(state, seconds=60 * config.schedule.minutes)
-        seconds = cost.seconds(plan.images, plan.evaluations)
-        return RunCost(state, plan.images, STEP_FORWARDS * cost.macs * plan.images, seconds)
+        return RunCost(state, plan.images, macs * plan.images, seconds)
     except (UserError, OSError) as error:
         return RunCost(state, problem=str(error))
 

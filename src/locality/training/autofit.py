@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,28 +35,15 @@ FINETUNED_MIX_IMAGES = 5000
 _SAMPLED_IMAGES = 32
 
 
-@dataclass(frozen=True)
-class AutoFit:
-    """Settings that fit the images.
-
-    Attributes:
-        config: the complete run.
-        reasons: the choices, one per line.
-    """
-
-    config: RunConfig
-    reasons: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return "\n".join(self.reasons)
-
-
-def autofit(name: str, given: Mapping[str, Any]) -> AutoFit:
+def autofit(name: str, given: Mapping[str, Any]) -> tuple[RunConfig, str]:
     """Choose the settings of a run on custom images.
 
     Args:
         name: "photos" or "finetune".
         given: settings to keep, by dotted name, including `data.root` and the length.
+
+    Returns:
+        the complete run, and the choices, one per line.
 
     Raises:
         UserError: if the data cannot be used, or as `recipe`.
@@ -92,7 +78,7 @@ def autofit(name: str, given: Mapping[str, Any]) -> AutoFit:
             f"first   pretrained weights help small datasets most: locality finetune "
             f"{config.data.root} --from FILE, or a public name such as convit_tiny.fb_in1k"
         )
-    return AutoFit(config, tuple(reasons))
+    return config, "\n".join(reasons)
 
 
 def image_size(side: int) -> int:

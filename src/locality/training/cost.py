@@ -7,7 +7,6 @@ batches and by training steps on random images.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from locality.training.config import ModelConfig, RunConfig
 from locality.training.devices import autocast, resolve_accelerator
 from locality.training.folder_checks import check_places
 from locality.training.model import build_model
-from locality.training.optim import create_optimizer, make_plan
+from locality.training.optim import Plan, create_optimizer, make_plan
 from locality.training.resolved_run import ResolvedRun
 
 STEP_FORWARDS = 3
@@ -36,27 +35,6 @@ _IMAGENET_22K = (14_197_122, 70_986, 21_841)
 _TIMING_MACS = 2e10
 _TIMING_STEPS = 3
 _LOADING_IMAGES = 16
-
-
-@dataclass(frozen=True)
-class Cost:
-    """The cost of training a model on a dataset, without reading its images.
-
-    Attributes:
-        train, val, classes: numbers of training images, validation images and classes.
-        macs: multiply-accumulates of one image's forward pass.
-        computing: seconds to train on an image, over all devices.
-    """
-
-    train: int
-    val: int
-    classes: int
-    macs: int
-    computing: float
-
-    def seconds(self, images: float, evaluations: float) -> float:
-        """Seconds to train on `images`, with this many evaluations."""
-        return self.computing * (images + evaluations * self.val / STEP_FORWARDS)
 
 
 def time_loading(run: ResolvedRun) -> float:
@@ -125,16 +103,24 @@ def training_speed(config: RunConfig, classes: int, threads: int) -> float:
     return _SPEEDS[named]
 
 
-def estimate_cost(config: RunConfig, threads: int) -> Cost:
+def estimate_cost(config: RunConfig, threads: int) -> tuple[Plan, int, float]:
     """The cost of a run on this machine, without reading its images.
+
+    Returns:
+        its plan, multiply-accumulates of training on an image, and seconds in all.
 
     Raises:
         UserError: as `image_counts`.
     """
     train, val, classes = image_counts(config)
-    macs = forward_macs(config.model, classes)
-    computing = STEP_FORWARDS * macs / training_speed(config, classes, threads)
-    return Cost(train, val, classes, macs, computing)
+    plan, macs = make_plan(config, train), STEP_FORWARDS * forward_macs(config.model, classes)
+    seconds = macs / training_speed(config, classes, threads)
+    return plan, macs, seconds * _images(plan, val)
+
+
+def _images(plan: Plan, val: int) -> float:
+    """Images trained on, with evaluations; evaluating one takes a third of training on it."""
+    return plan.images + plan.evaluations * val / STEP_FORWARDS
 
 
 def image_counts(config: RunConfig) -> tuple[int, int, int]:
@@ -200,7 +186,7 @@ def format_bytes(count: float) -> str:
 def dry_run(
     config: RunConfig, folder: Path | str | None = None, images_per_second: float | None = None
 ) -> str:
-    """Check a run and estimate its cost, as text; of a public dataset also without its images.
+    """Check a run and estimate its cost, as text.
 
     Args:
         config: the run.
@@ -212,9 +198,6 @@ def dry_run(
     """
     if images_per_second is not None:
         checks.typed("images_per_second", images_per_second, checks.Positive)
-    row = DATASETS[config.data.dataset]
-    if config.data.root is None and row.get("needs_root", True) and "images" in row:
-        return _without_images(config, images_per_second)
     recorded: list[str] = []
     if folder is not None:
         check_places(config, Path(folder))
@@ -222,17 +205,16 @@ def dry_run(
     run = ResolvedRun(config, classes=recorded)
     run.check_start()
     reading = max(1, config.data.workers * run.world_size) / time_loading(run)
-    computing, here = images_per_second, ""
-    if computing is None:
-        with arithmetic_threads(config.engine.threads):
-            seconds = time_step(config, len(run.splits.classes), run.micro_batch, run.precision)
-        computing, here = run.world_size / seconds, ", measured here"
+    with arithmetic_threads(config.engine.threads):
+        seconds = time_step(config, len(run.splits.classes), run.micro_batch, run.precision)
+    computing = images_per_second or run.world_size / seconds
     # Without workers, reading and computing take turns.
     rate = min(reading, computing) if config.data.workers else 1 / (1 / reading + 1 / computing)
-    schedule, cost = config.schedule, Cost(*run.counts, 1 / (images_per_second or rate))
-    total, images = cost.seconds(run.plan.images, run.plan.evaluations), float(run.plan.images)
-    if schedule.minutes is not None:
-        total, images = 60 * schedule.minutes, 60 * schedule.minutes * rate
+    rate = images_per_second or rate
+    if config.schedule.minutes is None:
+        time, images = _images(run.plan, len(run.splits.val)) / rate, float(run.plan.images)
+    else:
+        time, images = 60 * config.schedule.minutes, 60 * config.schedule.minutes * rate
     memory = {"activations": run.activation_bytes} | run.state
     slower = "reading images" if reading < computing else "the model"
     return (
@@ -241,23 +223,7 @@ def dry_run(
         f"{', '.join(f'{what} {format_bytes(count)}' for what, count in memory.items())}\n"
         f"disk    {format_bytes(run.checkpoint_bytes)} per checkpoint, "
         f"{format_bytes(run.splits.file_bytes())} of images\n"
-        f"time    {format_duration(total)}, {images / cost.train:.3g} passes{here}\n"
+        f"time    {format_duration(time)}, {images / len(run.splits.train):.3g} passes\n"
         f"speed   {reading:.4g} images/s read, {computing:.4g} trained on: {slower} is the "
         f"bottleneck"
-    )
-
-
-def _without_images(config: RunConfig, images_per_second: float | None) -> str:
-    """The cost of training alone, from the known number of images."""
-    cost = estimate_cost(config, config.engine.threads or torch.get_num_threads())
-    if images_per_second is not None:
-        cost = replace(cost, computing=1 / images_per_second)
-    plan = make_plan(config, cost.train)
-    return (
-        f"model   {config.model.name}, {parameters(config.model, cost.classes):,} parameters, "
-        f"{cost.macs / 1e9:.4g} GMACs per image\n"
-        f"length  {plan.steps:,} steps of {plan.batch_size:,} images, of {cost.train:,}\n"
-        f"time    {format_duration(cost.seconds(plan.images, plan.evaluations))} at "
-        f"{1 / cost.computing:,.0f} images/s, without reading them; with --data.root, reading and "
-        f"memory are measured, too"
     )

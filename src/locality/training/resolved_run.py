@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from locality import machine
 from locality.data import DataSplits, open_data
-from locality.data.classes import imbalance
+from locality.data.classes import class_notes
 from locality.data.sources import ImageFingerprint
-from locality.errors import UserError, some
+from locality.errors import UserError
 from locality.models import ImageClassifier, count_macs, count_parameters
 from locality.settings import replace
 from locality.training import devices
@@ -24,7 +24,6 @@ from locality.training.model import initialize_model, meta_model
 from locality.training.objective import check_teacher
 from locality.training.optim import (
     UNDECIDED,
-    Plan,
     check_optimizer,
     make_plan,
     parameter_groups,
@@ -72,7 +71,19 @@ class ResolvedRun:
         if not len(self.splits.val):
             raise UserError(f"dataset '{config.data.dataset}' has no images to evaluate on")
         self.plan = make_plan(config, len(self.splits.train))
-        self.notes = check_classes(self.splits, self.plan)
+        classes, trained, batch = self.splits.classes, len(self.splits.train), self.plan.batch_size
+        if len(classes) < 2:
+            raise UserError(
+                f"dataset '{self.splits.name}' has {len(classes)} class; a classifier needs at "
+                f"least two: one folder of images per class"
+            )
+        sources = {"training": self.splits.train, "validation": self.splits.val}
+        self.notes = class_notes({part: of.counts(classes) for part, of in sources.items()})
+        if batch > trained:
+            self.notes.append(
+                f"a batch of {batch:,} is larger than the training set: every step repeats some "
+                f"of the {trained:,} images"
+            )
         with torch.device("meta"):
             model.reset_classifier(len(self.splits.classes))
         parameter_groups(model, config.optim)  # refuses a layer decay that the model cannot have
@@ -93,12 +104,6 @@ class ResolvedRun:
         """Give a run of minutes its length: the first step of its decay, and all its steps."""
         self.config = replace(self.config, {"schedule.decay": decay})
         self.plan = make_plan(self.config, len(self.splits.train))
-
-    @property
-    def counts(self) -> tuple[int, int, int, int]:
-        """Numbers of training images, validation images and classes, and `macs`."""
-        splits = self.splits
-        return len(splits.train), len(splits.val), len(splits.classes), self.macs
 
     @cached_property
     def images(self) -> ImageFingerprint:
@@ -232,32 +237,3 @@ def saved_activations(model: nn.Module, images: Tensor, autocast: Callable[[], A
     total = sum(storage.nbytes() for storage in kept.values())
     del loss
     return total
-
-
-def check_classes(splits: DataSplits, plan: Plan) -> list[str]:
-    """Notes on empty classes and large batches.
-
-    Raises:
-        UserError: if there are fewer than two classes.
-    """
-    if len(splits.classes) < 2:
-        raise UserError(
-            f"dataset '{splits.name}' has {len(splits.classes)} class; a classifier needs at "
-            f"least two: one folder of images per class"
-        )
-    notes = []
-    for source, what in ((splits.train, "training"), (splits.val, "validation")):
-        counts = source.counts(splits.classes)
-        if empty := [name for name, count in counts.items() if not count]:
-            notes.append(
-                f"{len(empty)} of {len(splits.classes):,} classes have no {what} images: "
-                f"{some(empty)}"
-            )
-    if uneven := imbalance(splits.train.counts(splits.classes)):
-        notes.append(uneven)
-    if plan.batch_size > len(splits.train):
-        notes.append(
-            f"a batch of {plan.batch_size:,} is larger than the training set: every step repeats "
-            f"some of the {len(splits.train):,} images"
-        )
-    return notes
