@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import random
 import signal
-import sys
 
 import numpy as np
 import pytest

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import random
 import re
 import sys
@@ -93,6 +95,16 @@ def test_a_closed_terminal_does_not_stop_a_run(monkeypatch):
     progress.log("word")
     progress.update(1, 0.5, 50.0, 100.0, 0.1)
     assert progress.quiet
+
+
+def test_a_terminal_of_unknown_width_has_lines_instead_of_a_bar(monkeypatch):
+    shown, terminal = pty.openpty()  # of 0 columns
+    with open(terminal, "w") as opened:
+        monkeypatch.setattr("sys.stderr", opened)
+        progress = ProgressBar(10, 0, quiet=False)
+        progress.update(1, 0.5, 50.0, 100.0, 0.1)
+        progress.close()
+    assert b"step 1/10: training loss 0.500" in os.read(shown, 1000)
 
 
 def test_the_time_left_is_said_early_and_is_that_of_the_usual_step(capsys, tmp_path):

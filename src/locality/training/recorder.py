@@ -289,6 +289,8 @@ class ProgressBar:
         self._bar: Any = None
         if not quiet and sys.stderr.isatty():
             self._bar = tqdm(initial=step, unit="step", dynamic_ncols=True)
+            if (self._bar.ncols or 1) < 1:  # tqdm draws nothing without knowing the width
+                self._bar = None
         self._news = contextlib.ExitStack()
         if not quiet:
             self._news.enter_context(repeating(self._tell))
