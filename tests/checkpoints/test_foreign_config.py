@@ -34,6 +34,7 @@ TIMM = [
         {},
         {"global_pool": "avg"},
         {"embed_dim": 8, "num_heads": 9},
+        {"num_heads": 3},
         {"patch_size": 8},
         {"local_up_to_layer": 0, "qkv_bias": True, "mlp_ratio": 2.0},
         {"local_up_to_layer": 5},
@@ -54,6 +55,7 @@ TIMM = [
         {"proj_bias": False},
         {"final_norm": False},
         {"global_pool": "max"},
+        {"fc_norm": True},
     )),
     *((name, size | fields, DATA) for name, size in OURS.items() for fields in (
         {},
@@ -70,7 +72,7 @@ TIMM = [
     ("test_vit", {}, DATA),
     ("test_resnet", {}, DATA),
 ]  # fmt: skip
-BY_TIMM = ("max", "init_values", "proj_bias", "final_norm")
+BY_TIMM = ("max", "fc_norm", "init_values", "proj_bias", "final_norm")
 CVTS = {
     "plain": {},
     "strides": {"stride_kv": [1, 2, 1], "patch_stride": [4, 2, 1]},

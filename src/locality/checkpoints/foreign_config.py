@@ -148,15 +148,15 @@ def _ours(name: str, args: Mapping[str, Any], pool: str | None) -> Any:
     fields: dict[str, Any] = {"global_pool": pool or "token"}
     fields |= {name: value for name, value in args.items() if name in same}
     if same is _CONVIT:
-        if "embed_dim" in fields:  # timm's is per head
-            fields["embed_dim"] *= fields.get("num_heads", base.num_heads)
+        per_head = fields.get("embed_dim", base.embed_dim // base.num_heads)  # timm's embed_dim
+        fields["embed_dim"] = per_head * fields.get("num_heads", base.num_heads)
         depth = fields.get("depth", base.depth)
         fields["gpsa_layers"] = min(args.get("local_up_to_layer", base.gpsa_layers), depth)
         if fields["gpsa_layers"] == depth:
             fields["class_token"] = False
     else:
-        # timm normalises after pooling, unless told not to.
-        if fields["global_pool"] != "token" and args.get("fc_norm") is not False:
+        # timm normalises after pooling, unless told not to; a token only if told to.
+        if args.get("fc_norm", fields["global_pool"] != "token"):
             return None
         if fields["global_pool"] not in ("token", "avg"):
             return None
