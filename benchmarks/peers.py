@@ -26,7 +26,7 @@ from locality.models import ConvolutionalVisionTransformer, ImageClassifier, ViT
 from locality.models.factory import TimmModel
 from locality.models.variants import identify
 from locality.training.devices import autocast, resolve_accelerator
-from locality.training.resolved_run import saved_activations
+from locality.training.model import saved_activations
 
 Work = Callable[[], object]
 

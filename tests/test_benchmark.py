@@ -20,7 +20,7 @@ from torch import nn
 
 from locality.errors import UserError
 from locality.models import build
-from locality.training.resolved_run import saved_activations
+from locality.training.model import saved_activations
 
 QUICK = {"rounds": 2, "batch_size": 2}
 

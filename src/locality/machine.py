@@ -47,6 +47,15 @@ def processors() -> int:
     return os.cpu_count() or 1
 
 
+def idle_processors(most: int) -> int:
+    """Processors that nobody uses now, at least 1 and at most `most`.
+
+    A step waits for the slowest of its threads, so that a busy processor costs more than it gives.
+    """
+    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return max(1, min(most, processors() - round(busy)))
+
+
 @contextlib.contextmanager
 def arithmetic_threads(count: int) -> Iterator[None]:
     """Set torch's number of threads within the block; 0 keeps the current number."""

@@ -1,4 +1,4 @@
-"""News of what is being done, at least every ten seconds."""
+"""News of what is being done, at least every ten seconds; durations and sizes in words."""
 
 from __future__ import annotations
 
@@ -57,3 +57,17 @@ def doing(what: str, quiet: bool = False, at_once: bool = True) -> Iterator[None
             print(f"locality: {what} …", file=sys.stderr, flush=True)
     with repeating(tell):
         yield
+
+
+def format_duration(seconds: float) -> str:
+    """Format a duration: "19 s", "4 min", "2.5 h", "12 d", "3.2 years"."""
+    for unit, length in (("years", 365 * 86400), ("d", 86400), ("h", 3600)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
+
+
+def format_bytes(count: float) -> str:
+    """Format a number of bytes: "17.2 MB", "1.3 TB"."""
+    unit, size = next((u, s) for u, s in (("TB", 1e12), ("GB", 1e9), ("MB", 0)) if count >= s)
+    return f"{count / (size or 1e6):.3g} {unit}"

@@ -13,9 +13,9 @@ from locality.errors import UserError, unknown
 from locality.figures.curves import draw, filled
 from locality.figures.style import figure_bytes
 from locality.files import check_output, write_atomic
+from locality.progress import format_duration
 from locality.runner.executors import Executor, run_all
 from locality.runner.runs import Outcome, Run, run_cost, threads_per_run, with_needs, workload
-from locality.training.cost import format_duration
 from locality_papers import (  # noqa: F401 (they register)
     baselines,
     beyond,

@@ -10,8 +10,9 @@ import pytest
 from locality.cli import main
 from locality.commands.train import read_run
 from locality.errors import UserError
+from locality.machine import idle_processors
 from locality.runs import RunFolder
-from locality.training.autofit import SIZES, autofit, idle_processors, image_size, sized
+from locality.training.autofit import SIZES, autofit, image_size, sized
 from locality.training.config import read_config
 from locality.training.evaluation import evaluate_run
 from locality.training.model import settings_from_weights
@@ -41,7 +42,7 @@ def test_the_size_is_the_largest_that_the_images_reach():
 @pytest.mark.parametrize(("load", "threads"), [(0.2, 4), (5.4, 3), (70.0, 1)])
 def test_busy_processors_are_left_alone(load, threads, monkeypatch):
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.setattr("locality.training.autofit.processors", lambda: 8)
+    monkeypatch.setattr("locality.machine.processors", lambda: 8)
     assert idle_processors(4) == threads
 
 

@@ -22,9 +22,9 @@ from locality.runs import RunFolder
 from locality.training import devices, dry_run, recipe, replace
 from locality.training.devices import choose_precision, resolve_accelerator
 from locality.training.loop import seed_pass
-from locality.training.model import initialize_model, settings_from_weights
+from locality.training.model import initialize_model, saved_activations, settings_from_weights
 from locality.training.recorder import ProgressBar, Recorder
-from locality.training.resolved_run import ResolvedRun, saved_activations
+from locality.training.resolved_run import ResolvedRun
 from locality.training.state import TrainState
 
 from .conftest import tiny, train

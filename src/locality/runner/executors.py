@@ -27,9 +27,9 @@ import torch
 
 from locality import checks
 from locality.errors import Interrupted, ProcessKilled, UserError, lookup, one_line, require
+from locality.progress import format_duration
 from locality.runner.runs import Outcome, Run, threads_per_run, with_needs
 from locality.training import RunConfig, replace
-from locality.training.cost import format_duration
 from locality.training.devices import launched_externally
 
 _POLL_SECONDS = 0.2

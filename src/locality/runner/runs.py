@@ -12,10 +12,11 @@ from typing import Any
 
 from locality.errors import UserError
 from locality.machine import processors
+from locality.progress import format_duration
 from locality.runs import RunFolder, is_run_folder
 from locality.settings import flatten, to_dict, with_role
 from locality.training.config import RunConfig, read_config
-from locality.training.cost import STEP_FORWARDS, estimate_cost, format_duration
+from locality.training.cost import STEP_FORWARDS, estimate_cost
 
 TRAIN = "locality.training:train"
 _RUNS = with_role(RunConfig, "run")

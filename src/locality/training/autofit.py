@@ -6,7 +6,6 @@ machine, but for the threads; how many steps there are depends on `schedule.minu
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,7 +17,7 @@ from locality.data.decoding import BadImage
 from locality.data.resizing import MOST_CROPPED, cropped_share
 from locality.data.sources import ImageSource
 from locality.errors import UserError
-from locality.machine import processors
+from locality.machine import idle_processors
 from locality.models.config import to_2tuple
 from locality.models.variants import PREFIX, family_of, variant
 from locality.training.config import RunConfig
@@ -92,15 +91,6 @@ def sized(model: str, size: int) -> dict[str, Any]:
     if not model.startswith(PREFIX) and hasattr(variant(model).config, "patch_size"):
         chosen["model.patch_size"] = 4 if size in (28, 48) else max(1, min(8, size // 8))
     return chosen
-
-
-def idle_processors(most: int) -> int:
-    """Processors that nobody uses now, at least 1 and at most `most`.
-
-    A step waits for the slowest of its threads, so that a busy processor costs more than it gives.
-    """
-    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    return max(1, min(most, processors() - round(busy)))
 
 
 def batch_size(images: int, small: bool) -> int:

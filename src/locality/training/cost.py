@@ -18,6 +18,7 @@ from locality.data import open_data, train_loader
 from locality.data.config import DATASETS, DataConfig
 from locality.machine import arithmetic_threads
 from locality.models import build, count_macs, count_parameters
+from locality.progress import format_bytes, format_duration
 from locality.runs import RunFolder
 from locality.training.config import ModelConfig, RunConfig
 from locality.training.devices import autocast, resolve_accelerator
@@ -167,20 +168,6 @@ def _size(architecture: Any, classes: int) -> tuple[int, int]:
     with torch.device("meta"):
         network = build(architecture, num_classes=classes)
     return count_parameters(network), count_macs(network)
-
-
-def format_duration(seconds: float) -> str:
-    """Format a duration: "19 s", "4 min", "2.5 h", "12 d", "3.2 years"."""
-    for unit, length in (("years", 365 * 86400), ("d", 86400), ("h", 3600)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.3g} {unit}"
-    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
-
-
-def format_bytes(count: float) -> str:
-    """Format a number of bytes: "17.2 MB", "1.3 TB"."""
-    unit, size = next((u, s) for u, s in (("TB", 1e12), ("GB", 1e9), ("MB", 0)) if count >= s)
-    return f"{count / (size or 1e6):.3g} {unit}"
 
 
 def dry_run(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from locality.checkpoints import load, load_weights
 from locality.checkpoints.loading import read
@@ -125,3 +126,26 @@ def open_run_data(folder: Path | str) -> DataSplits:
     run, config = RunFolder(folder), read_config(folder)
     run.check_images(config.data)
     return open_data(config.data, config.seed, run.classes())
+
+
+def saved_activations(model: nn.Module, images: Tensor, autocast: Callable[[], Any]) -> int:
+    """Bytes that a training forward pass keeps for the backward pass.
+
+    Each storage counts once; weights and images do not count.
+    """
+    excluded = [*model.state_dict().values(), images]
+    known = {tensor.untyped_storage()._cdata for tensor in excluded}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Any:
+        # Returning the tensor could create a reference cycle with the graph.
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            # A reference to the storage keeps its address from being reused.
+            kept[storage._cdata] = storage
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda nothing: nothing), autocast():
+        loss = model(images).float().square().mean()
+    total = sum(storage.nbytes() for storage in kept.values())
+    del loss
+    return total

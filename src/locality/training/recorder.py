@@ -20,10 +20,9 @@ from locality.checkpoints.run_state import CheckpointFolder
 from locality.errors import printable
 from locality.files import CsvTable, atomic_file, csv_text, number, write_atomic
 from locality.models import ImageClassifier
-from locality.progress import SECONDS, repeating
+from locality.progress import SECONDS, format_duration, repeating
 from locality.runs import RunFolder
 from locality.settings import to_yaml
-from locality.training.cost import format_duration
 from locality.training.evaluation import PredictionCollector
 from locality.training.optim import UNDECIDED
 from locality.training.resolved_run import ResolvedRun

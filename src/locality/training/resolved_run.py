@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from locality import machine
@@ -20,7 +18,7 @@ from locality.models import ImageClassifier, count_macs, count_parameters
 from locality.settings import replace
 from locality.training import devices
 from locality.training.config import RunConfig
-from locality.training.model import initialize_model, meta_model
+from locality.training.model import initialize_model, meta_model, saved_activations
 from locality.training.objective import check_teacher
 from locality.training.optim import (
     UNDECIDED,
@@ -145,14 +143,9 @@ class ResolvedRun:
         return kept if self.config.engine.ema_decay is None else kept | {"moving average": weights}
 
     @property
-    def state_bytes(self) -> int:
-        """The sum of `state`."""
-        return sum(self.state.values())
-
-    @property
     def checkpoint_bytes(self) -> int:
         """The approximate size of a checkpoint, which has no gradients."""
-        return self.state_bytes - self.state["gradients"] + (1 << 20)
+        return sum(self.state.values()) - self.state["gradients"] + (1 << 20)
 
     @cached_property
     def activation_bytes(self) -> int:
@@ -185,7 +178,7 @@ class ResolvedRun:
         # If the images alone are too many, torch may overflow 64 bits when it counts the rest.
         needed = sharing * 4 * 3 * math.prod(self.img_size) * self.micro_batch
         if needed <= available:
-            needed = sharing * (self.activation_bytes + self.state_bytes)
+            needed = sharing * (self.activation_bytes + sum(self.state.values()))
         if needed > available:
             raise UserError(
                 f"a step on {self.micro_batch:,} images at once needs {needed / 1e9:.3g} GB, but "
@@ -214,26 +207,3 @@ class ResolvedRun:
                 *(f"note    {note}" for note in self.notes),
             ]
         )
-
-
-def saved_activations(model: nn.Module, images: Tensor, autocast: Callable[[], Any]) -> int:
-    """Bytes that a training forward pass keeps for the backward pass.
-
-    Each storage counts once; weights and images do not count.
-    """
-    excluded = [*model.state_dict().values(), images]
-    known = {tensor.untyped_storage()._cdata for tensor in excluded}
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: Tensor) -> Any:
-        # Returning the tensor could create a reference cycle with the graph.
-        storage = tensor.untyped_storage()
-        if storage._cdata not in known:
-            # A reference to the storage keeps its address from being reused.
-            kept[storage._cdata] = storage
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda nothing: nothing), autocast():
-        loss = model(images).float().square().mean()
-    total = sum(storage.nbytes() for storage in kept.values())
-    del loss
-    return total
