@@ -8,8 +8,7 @@ accuracy, if the paper gives none) is excluded; the answer is the upper end of t
 Tests are Student's t over seeds at 5%, on differences paired by seed. Holm's correction covers the
 questions of a table or figure at a scale, the papers' and our own separately: first testing for
 effects that differ from 0, then, among the rest, for effects smaller than the paper's. (Until
-2026-11-27 it covered all questions of a scale, when there were 14; those by layer would make it
-stricter for all others.)
+2026-11-27, with 14 questions, it covered all of a scale.)
 
 On `digits` every seed divides the same images again, so that test sets share a quarter of their
 images and training sets three quarters: intervals are widened by √(1 + n/3), as Nadeau and Bengio
@@ -28,7 +27,7 @@ from typing import Any
 
 from locality.analysis.statistics import Estimate, holm
 from locality.files import csv_text, write_atomic
-from locality_papers.experiment import Evaluated, Question, Results
+from locality_papers.experiment import A_POINT, Evaluated, Question, Results
 
 YES, NO, AT_MOST, CANNOT_TELL = "yes", "no", "at most", "cannot tell"
 COLUMNS = (
@@ -36,7 +35,6 @@ COLUMNS = (
     *("effect", "low", "high", "p", "images", "paper", "answer", "seeds", "task"),
 )
 LEAST_SEEDS = 3
-A_POINT = 1.0
 
 Answer = dict[str, Any]
 """A question's `COLUMNS`: `n` of the `planned` seeds, `effect` with its 95% interval and p-value of

@@ -18,7 +18,6 @@ from locality_papers.experiment import (
     Column,
     Effect,
     Experiment,
-    at,
     experiment,
     largest,
     line,
@@ -107,25 +106,3 @@ def fractions(t: Experiment, s: Scale) -> None:
     )
     title = DATASETS[config.data.dataset].get("title", config.data.dataset)
     t.panel(title, "training images", "top-1, %", *lines, log_x=True)
-
-
-@experiment("beyond/converged", "Training for two and four times as many steps")
-def converged(t: Experiment, s: Scale) -> None:
-    """Top-1 on all data with the usual number of steps, and with two and four times as many."""
-    t.about = "Not in the papers. Top-1 with all training images; baselines take no steps."
-    t.columns = {
-        "once": Column("usual steps"),
-        "twice": Column("twice the steps"),
-        "more": Column("difference", signed=True),
-        "four": Column("four times"),
-        "last": Column("from twice to four times", signed=True),
-    }
-    for label in ("ConViT", "DeiT"):
-        for column, times in (("once", 1), ("twice", 2), ("four", 4)):
-            role = _MODELS[label]
-            t.run(label, column, TOP1, role, **s.lasting(role, times))
-        more = t.derive(label, "more", minus((label, "twice"), (label, "once")))
-        t.derive(label, "last", minus((label, "four"), (label, "twice")))
-        t.ask("", f"{label}: do twice the steps help?", at(more), paper=0.5)
-    for label, measure in PIXELS.items():
-        t.run(label, "once", measure, _MODELS["ConViT"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,15 +11,9 @@ from locality.commands.train import SHORT, architecture_settings
 from locality.errors import UserError, lookup, unknown
 from locality.files import read_yaml
 from locality.settings import replace
+from locality_papers.names import titles
 
 _HERE = Path(__file__).parent
-
-
-def experiment_names() -> list[str]:
-    """Names of experiments and papers, read from the source, as importing it imports torch."""
-    sources = [file.read_text() for file in sorted(_HERE.glob("*.py"))]
-    names = re.findall(r'^@experiment\(\s*"(.+?)"', "\n".join(sources), re.M)
-    return [*names, *{name.partition("/")[0] for name in names}]
 
 
 def reproduce(arguments: Sequence[str]) -> None:
@@ -32,8 +24,7 @@ def reproduce(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "name", nargs="?", default=None, help="convit/table-3, cvt/figure-1, convit, beyond, all"
     )
-    parser.add("--list", False, "list all tables and figures with their status")
-    parser.add("--times", False, "with --list: estimate the remaining time of each, in minutes")
+    parser.add("--list", False, "list all tables and figures")
     parser.add("--dry_run", False, "print runs, images, MACs and hours without starting")
     parser.add("--finished", False, "write results of finished runs without starting any")
     scales = read_yaml(_HERE / "scales.yaml")
@@ -49,36 +40,25 @@ def reproduce(arguments: Sequence[str]) -> None:
     parser.add("--data", None, "dataset folders: '{imagenet: PATH}'", dict[str, str] | None)
     parser.add("--recorded", None, "file of finished runs to read and update: X.jsonl.gz")
     parser.add("--quiet", False, "print no progress")
-    parser.add("--json", False, "with --list: print JSON")
     options = parser.read(arguments)
     if options.list:
-        others = vars(options).keys() - {"list", "times", "json", "scale", "runs"}
-        parser.refuse(" ".join(sorted(others)), "has no effect with --list")
-    else:
-        parser.refuse("json times", "needs --list")
+        parser.refuse(" ".join(vars(options).keys() - {"list"}), "has no effect with --list")
+        for name, title in titles().items():
+            print(f"{name:24}  {title}")
+        return
     if options.dry_run:
         parser.refuse("recorded", "has no effect with --dry_run")
     if options.finished:
         parser.refuse("dry_run jobs threads executor", "has no effect with --finished")
-    if options.name is None and not options.list:
+    if options.name is None:
         raise UserError("no experiment given; `locality reproduce --list` lists all names")
-    if options.name not in (None, *(names := [*experiment_names(), "all"])):
-        raise unknown("experiment", options.name, names)
+    known = [*titles(), *{name.partition("/")[0] for name in titles()}, "all"]
+    if options.name not in known:
+        raise unknown("experiment", options.name, known)
     lookup("scale", options.scale, scales)
     from locality_papers import reproduce as study
 
-    if options.list:
-        rows = study.list_experiments(options.scale, options.runs, options.times)
-        if options.json:
-            print(json.dumps(list(rows), indent=2))
-            return
-        for row in rows:
-            print(study.show_row(row), flush=True)
-        return
-    chosen = {
-        name: of for name, of in vars(options).items() if name not in ("list", "times", "json")
-    }
-    study.reproduce(**chosen)
+    study.reproduce(**{name: of for name, of in vars(options).items() if name != "list"})
 
 
 def search(arguments: Sequence[str]) -> None:

@@ -25,6 +25,7 @@ GATES_FALL = 0.731
 
 EMPTIED = 3.2
 """Decrease of λ that brings a gate near 0: σ(1 − 3.2) = 0.1."""
+_NEAR_0 = 0.1
 
 
 def reach(s: Scale) -> float:
@@ -122,6 +123,10 @@ def figure_6(t: Experiment, s: Scale) -> None:
     other = t.run(row, "halves", spread, row)
     text = "Does the deeper half end with less positional attention than the first?"
     t.ask(where, text, lambda v: v[other], unit=unit)
+    kept = trajectory("first half", lambda of: fmean(of.gates[:half, -1]) - _NEAR_0)
+    first = t.run(row, "first half", kept, row)
+    text = "Do gates of the first half keep positional attention (above 0.1)?"
+    t.ask(where, text, lambda v: v[first], unit=unit)
 
 
 @experiment("convit/figure-10", "Nonlocality of DeiT-S with and without distillation")

@@ -9,14 +9,7 @@ from locality.figures.charts import percent
 from locality.training.cost import image_counts, parameters
 from locality_papers import published
 from locality_papers.convit_tables import INGREDIENTS
-from locality_papers.experiment import (
-    Experiment,
-    experiment,
-    line,
-    minus,
-    relative_gain,
-    shaded,
-)
+from locality_papers.experiment import Experiment, experiment, line, minus, relative_gain, shaded
 from locality_papers.measures import (
     BEST_TOP1,
     CURVE_OVER_FRACTION,
@@ -43,25 +36,21 @@ def add_accuracy_by_size(
         printed: panel title → rows of ConViT's Table 1 or CvT's Table 3.
     """
     tables = published.rows("cvt/table-3") | published.rows("convit/table-1")
-
-    def size(role: str) -> Any:
+    panels: dict[str, list[Any]] = {"Here": []}
+    for role, seeds in roles.items():
         config = s.runs(role, seeds=s.seeds[:1])[0].config
-        return lambda: parameters(config.model, image_counts(config)[2]) / 1e6
-
-    def point(name: str, x: Any, key: Key) -> dict[str, Any]:
-        return line(name, {x: key}, name.partition("-")[0].lower())
-
-    panels = {"Here": [
-        point(role, size(role), t.run(role, "top1", TOP1, role, seeds=seeds))
-        for role, seeds in roles.items()
-    ]}  # fmt: skip
+        size = parameters(config.model, image_counts(config)[2]) / 1e6
+        key = t.run(role, "top1", TOP1, role, seeds=seeds)
+        panels["Here"].append(_point(role, size, key))
     for title, rows in printed.items():
-        panels[title] = []
-        for row in rows:
-            key = t.fixed(row, title, tables[row]["top1"].value)
-            panels[title].append(point(row, tables[row]["parameters"].value, key))
+        keys = {row: t.fixed(row, title, tables[row]["top1"].value) for row in rows}
+        panels[title] = [_point(row, tables[row]["parameters"].value, keys[row]) for row in keys]
     for title, points in panels.items():
         t.panel(title, "parameters (M)", "top-1 (%)", *points, log_x=True, scatter=True)
+
+
+def _point(name: str, x: float, key: Key) -> dict[str, Any]:
+    return line(name, {x: key}, name.partition("-")[0].lower())
 
 
 @experiment("convit/figure-1", "Soft inductive biases help without being restrictive")
@@ -71,21 +60,18 @@ def figure_1(t: Experiment, s: Scale) -> None:
         "The first layers are 3×3 convolutions (gated positional attention whose gates stay at 1, "
         "each head on one neighbour), gated positional attention, or attention."
     )
+    fixed = {"locality_strength": 100.0, "gating_init": 100.0, "freeze_gating": True}
     biases = {
-        "hard: convolutions": variation(
-            "ConViT-3×3", locality_strength=100.0, gating_init=100.0, freeze_gating=True
-        ),
+        "hard: convolutions": variation("ConViT-3×3", **fixed),
         "soft: ConViT": variation("ConViT-3×3"),
         "none: DeiT": variation("DeiT-3×3"),
     }
-    fractions = (0.05, 0.2, 1.0)
-    for label, row in biases.items():
-        for fraction in fractions:
-            t.run(label, percent(fraction), TOP1, **row, fraction=fraction)
-    lines = (
-        line(label, {100 * f: (label, percent(f)) for f in fractions}, colour)
-        for label, colour in zip(biases, ("other", "convit", "deit"), strict=True)
-    )
+    lines = []
+    for colour, (label, row) in zip(("other", "convit", "deit"), biases.items(), strict=True):
+        keys = {
+            100 * f: t.run(label, percent(f), TOP1, **row, fraction=f) for f in (0.05, 0.2, 1.0)
+        }
+        lines.append(line(label, keys, colour))
     t.panel("Inductive bias", "training images (%)", "top-1 (%)", *lines, log_x=True)
     hard, soft, none = biases
     where = "§1, p. 2, Fig. 1"
@@ -99,26 +85,24 @@ def figure_1(t: Experiment, s: Scale) -> None:
 def figure_2a(t: Experiment, s: Scale) -> None:
     """Accuracy against the fraction of the data, and the relative improvement."""
     t.about = "Table 2 as curves."
-    table = published.rows("convit/table-2")
-    label, gains = "training images (%)", []
+    table, label, gains = published.rows("convit/table-2"), "training images (%)", []
     for title in ("Here", "Published"):
+        rows = {fraction: f"{title} {percent(fraction)}" for fraction in s.fractions}
         lines = []
         for family in FAMILIES:
             role, keys = f"{family}-S", {}
-            for fraction in s.fractions:
-                part, row = percent(fraction), f"{title} {percent(fraction)}"
-                if title == "Here":
-                    keys[100 * fraction] = t.run(row, role, TOP1, role, fraction=fraction)
-                else:
-                    number = table[part][f"{role}/top1"].value
-                    keys[100 * fraction] = t.fixed(row, role, number)
-            name = s.called(role) if title == "Here" else role
-            lines.append(line(name, keys, family.lower()))
+            for fraction, row in rows.items():
+                printed = table[percent(fraction)][f"{role}/top1"].value
+                keys[100 * fraction] = (
+                    t.run(row, role, TOP1, role, fraction=fraction)
+                    if title == "Here"
+                    else t.fixed(row, role, printed)
+                )
+            lines.append(line(s.called(role) if title == "Here" else role, keys, family.lower()))
         t.panel(title, label, "top-1 (%)", *lines, log_x=True)
-        rows = {100 * f: f"{title} {percent(f)}" for f in s.fractions}
         gain = {
-            x: t.derive(row, "gain", relative_gain((row, "ConViT-S"), (row, "DeiT-S")))
-            for x, row in rows.items()
+            100 * f: t.derive(row, "gain", relative_gain((row, "ConViT-S"), (row, "DeiT-S")))
+            for f, row in rows.items()
         }
         gains.append(line(title.lower(), gain, "other", dashed=title == "Published"))
     t.panel("ConViT over DeiT", label, "% of DeiT's top-1", *gains, log_x=True)
@@ -131,8 +115,7 @@ def figure_2b(t: Experiment, s: Scale) -> None:
     roles = {f"{family}-{size}": s.seeds_of(size) for family in FAMILIES for size in s.sizes}
     others = [f"ResNet-{depth}" for depth in (50, 101, 152)]
     others += [f"T2T-ViT_t-{depth}" for depth in (14, 19, 24)]
-    printed = {"Published": [*published.rows("convit/table-1"), *others]}
-    add_accuracy_by_size(t, s, roles, printed)
+    add_accuracy_by_size(t, s, roles, {"Published": [*published.rows("convit/table-1"), *others]})
 
 
 _STRENGTHS = (0.5, 1.0, 2.0)  # α, the other axis of Fig. 8
@@ -169,18 +152,19 @@ def figure_8(t: Experiment, s: Scale) -> None:
         for layers in s.gpsa_counts
     }
     third = top1_at("after 30% of training", 0.3)
-    stages = {"early": TOP1_EARLY, "after 30% of training": third, "end": TOP1}
     by_stage = {
         label: {float(n): _with_gpsa(t, s, label, measure, n) for n in (0, *s.gpsa_counts)}
-        for label, measure in stages.items()
-    }
+        for label, measure in {
+            "early": TOP1_EARLY, "after 30% of training": third, "end": TOP1
+        }.items()
+    }  # fmt: skip
     t.panel("Locality strength", "α", "final top-1 (%)", *shaded(by_strength), log_x=True)
     t.panel("GPSA layers", "number of GPSA layers", "top-1 (%)", *shaded(by_stage))
     # The paper's example is 9 of its 10 gated layers.
     least, *_, every = s.gpsa_counts
-    most, ends = 9 if 9 in s.gpsa_counts else every, by_stage["end"]
+    most, ends, early = 9 if 9 in s.gpsa_counts else every, by_stage["end"], by_stage["early"]
     weak, *_, strong = list(by_strength.values())[-1].values()
-    where, early = "§4, pp. 8–9, Fig. 8", by_stage["early"]
+    where = "§4, pp. 8–9, Fig. 8"
     t.ask(where, "Does accuracy grow with the locality strength?", minus(strong, weak))
     effect = minus(ends[most], ends[least])
     t.ask(where, "Does accuracy grow with the number of GPSA layers?", effect)
@@ -198,10 +182,9 @@ def figure_9(t: Experiment, s: Scale) -> None:
     """Learning curves of DeiT, of ConViT with PSA, and of ConViT."""
     t.about = "PSA adds content and position before one softmax (Eq. 4); GPSA mixes two (Eq. 7)."
     convit, deit = (f"{family}-{'B' if s.comparable else 'S'}" for family in FAMILIES)
-    psa = {"positional_attention": "psa"}
     arms = {
         "ConViT (GPSA)": variation(convit),
-        "ConViT with PSA": variation(convit, **psa),
+        "ConViT with PSA": variation(convit, positional_attention="psa"),
         "DeiT": variation(deit),
     }
     for label, arm in arms.items():
@@ -211,13 +194,12 @@ def figure_9(t: Experiment, s: Scale) -> None:
     lines = shaded({label: (label, "curve") for label in arms}, colours)
     t.panel("Learning curves", "epochs", "top-1 (%)", *lines)
     gated, alone, none = arms
-    where = "app. A, Fig. 9"
-    text = "Without gates, is ConViT above DeiT early in training?"
-    t.ask(where, text, minus((alone, "early"), (none, "early")))
-    text = "Without gates, is ConViT below DeiT at the end?"
-    t.ask(where, text, minus((none, "top1"), (alone, "top1")))
-    text = "At the end, are gates (GPSA) above none (PSA)?"
-    t.ask(where, text, minus((gated, "top1"), (alone, "top1")))
+    for text, first, second in (
+        ("Early on, is ConViT without gates above DeiT?", (alone, "early"), (none, "early")),
+        ("Without gates, is ConViT below DeiT at the end?", (none, "top1"), (alone, "top1")),
+        ("At the end, are gates (GPSA) above none (PSA)?", (gated, "top1"), (alone, "top1")),
+    ):  # fmt: skip
+        t.ask("app. A, Fig. 9", text, minus(first, second))
 
 
 @experiment("convit/figure-11", "Learning curves by size and by fraction of the data")
@@ -238,40 +220,33 @@ def figure_11(t: Experiment, s: Scale) -> None:
         t.panel(title, x, "top-1 (%)", *lines)
 
     if s.comparable:
-        cifar: dict[str, Any] = {
-            "data__dataset": "cifar100",
-            "schedule__epochs": 3000.0,
-            "schedule__eval_every": 30.0,
-            "seeds": s.few_seeds,
-        }
-        arms = {size: (size, cifar) for size in sizes}
-        curves("CIFAR-100 at 224 px", "epochs", LEARNING_CURVE, arms)
-        after = t.run(
-            "CIFAR-100", "early", top1_at("after 1,000 epochs", 1 / 3), "ConViT-Ti+", **cifar
+        epochs = {"schedule__epochs": 3000.0, "schedule__eval_every": 30.0}
+        cifar: dict[str, Any] = {"data__dataset": "cifar100", "seeds": s.few_seeds, **epochs}
+        curves("CIFAR-100 at 224 px", "epochs", LEARNING_CURVE, {n: (n, cifar) for n in sizes})
+        after, end = (
+            t.run("CIFAR-100", measure.name, measure, "ConViT-Ti+", **cifar)
+            for measure in (top1_at("after 1,000 epochs", 1 / 3), TOP1)
         )
-        end = t.run("CIFAR-100", "end", TOP1, "ConViT-Ti+", **cifar)
         t.ask(where, "After 1,000 epochs of CIFAR-100, does ConViT overfit?", minus(after, end))
     by_size = {size: (size, {"seeds": s.seeds_of(size)}) for size in sizes}
     curves("Size of the model", "epochs", LEARNING_CURVE, by_size)
     by_fraction = {percent(f): ("S+", {"fraction": f}) for f in s.fractions[::-1]}
     curves("Fraction of the data", "fraction of training (%)", CURVE_OVER_FRACTION, by_fraction)
-    for size in (sizes[0], sizes[-1]):
+    printed, paper = published.rows("convit/table-1"), []
+    for size, other in ((sizes[0], "Ti+"), (sizes[-1], "B+")):
         keys = [
             t.run(f"best {family}", size, BEST_TOP1, f"{family}-{size}", seeds=s.few_seeds)
             for family in FAMILIES
         ]
         t.derive("gain", size, relative_gain(*keys))
-    printed = published.rows("convit/table-1")
-    small, large = (
-        100 * (printed[f"ConViT-{size}"]["top1"].value / printed[f"DeiT-{size}"]["top1"].value - 1)
-        for size in ("Ti+", "B+")
-    )
+        convit, deit = (printed[f"{family}-{other}"]["top1"].value for family in FAMILIES)
+        paper.append(100 * (convit / deit - 1))
     t.ask(
         where,
         "Does ConViT's relative gain grow with the size of the model?",
         minus(("gain", sizes[-1]), ("gain", sizes[0])),
         unit="% of DeiT's accuracy",
-        paper=large - small,
+        paper=paper[1] - paper[0],
     )
 
 

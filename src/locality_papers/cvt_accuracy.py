@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from typing import Any
 
-import timm
-from huggingface_hub import try_to_load_from_cache
-
-from locality.checkpoints import open_model
-from locality.data import DataConfig
-from locality.errors import UserError
 from locality.runner.runs import Run
 from locality.training import recipe, replace
 from locality.training.config import ModelConfig
-from locality.training.evaluation import evaluate_opened
 from locality_papers import published
 from locality_papers.convit_curves import add_accuracy_by_size
 from locality_papers.experiment import STANDARD, Column, Experiment, experiment, minus
@@ -61,25 +53,6 @@ def _add_row(t: Experiment, s: Scale, row: str) -> None:
     else:
         for name in ("parameters", "flops", "top1"):
             t.missing(row, name, "a model of other authors")
-        if s.comparable and row in published.PEERS:
-            t.fixed(row, "top1", partial(_peer_top1, s, row))
-
-
-def _peer_top1(s: Scale, row: str) -> float:
-    """Top-1 of another author's model, if its public weights are on this machine."""
-    if s.data.get("imagenet") is None:
-        raise UserError("needs the folder of ImageNet-1k; give --data '{imagenet: PATH}'")
-    data, name = DataConfig("imagenet", s.data["imagenet"]), published.PEERS[row]
-    described = timm.get_pretrained_cfg(name)
-    repository = (described and described.hf_hub_id) or f"timm/{name}"
-    files = ("model.safetensors", "pytorch_model.bin")
-    if not any(isinstance(try_to_load_from_cache(repository, file), str) for file in files):
-        raise UserError(
-            f"needs the public weights {repository}, which are not on this machine; "
-            f"`hf download {repository}` fetches them"
-        )
-    opened = open_model(f"timm/{name}")
-    return float(evaluate_opened(opened, data, batch_size=64)["top1"])
 
 
 def pretrained(s: Scale, role: str, seed: int) -> Run:
@@ -103,7 +76,7 @@ def _add_fine_tuned(t: Experiment, s: Scale, row: str) -> None:
     """Top-1 of a fine-tuned row of Table 3, such as "CvT-13↑384 22k"."""
     role, _, rest = row.partition("↑")
     if not s.comparable or role not in s.models:
-        t.missing(row, "top1", f"scale '{s.name}' has no fine-tuning at 384 pixels")
+        t.missing(row, "top1", "the scale has no fine-tuning at 384 pixels")
         return
     large = rest.endswith("22k")
     starts = [pretrained(s, role, seed) for seed in s.seeds] if large else s.runs(role)

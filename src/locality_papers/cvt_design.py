@@ -13,9 +13,10 @@ from locality.models import build
 from locality.models.cvt import Projection
 from locality.training.config import ModelConfig
 from locality_papers import diagrams, published
-from locality_papers.experiment import STANDARD, Column, Experiment, experiment, minus
+from locality_papers.experiment import A_POINT, STANDARD, Column, Effect, Experiment, experiment
 from locality_papers.measures import TOP1, count, count_role
 from locality_papers.runs import PAPERS_MODELS, Scale, variation
+from locality_papers.table import Key
 
 
 @experiment("cvt/table-1", "Components of the architectures")
@@ -56,11 +57,25 @@ def _needs(name: str) -> dict[str, float]:
 @experiment("cvt/table-2", "The architectures: parameters and cost")
 def table_2(t: Experiment, s: Scale) -> None:
     """Counted on the models; needs no runs or data."""
-    t.about = "The paper's models at 224 pixels; independent of the scale."
+    t.about = "The papers' models at 224 pixels; independent of the scale."
     t.columns = {"parameters": STANDARD["parameters"], "flops": Column("GMACs", "G", 2)}
-    for row in published.rows("cvt/table-2"):
+    for row in (*published.rows("cvt/table-2"), "DeiT-S", "DeiT-B"):
         config = ModelConfig(PAPERS_MODELS[row])
         count(t, row, partial(tuple, (config, 1000)))
+    claims = {
+        ("CvT-13", "DeiT-S", "parameters"): 9.0,
+        ("CvT-13", "DeiT-S", "flops"): 2.0,
+        ("CvT-21", "DeiT-B", "parameters"): 63.0,
+        ("CvT-21", "DeiT-B", "flops"): 60.0,
+    }
+    for (small, large, column), percent in claims.items():
+        what = "have fewer parameters" if column == "parameters" else "need fewer MACs"
+        text = f"Does {small} {what} than {large}?"
+        t.ask("§4.2", text, _saved((small, column), (large, column)), unit="%", paper=percent)
+
+
+def _saved(small: Key, large: Key) -> Effect:
+    return lambda v: 100 * (1 - v[small] / v[large])
 
 
 @experiment("cvt/figure-2", "The pipeline of CvT")
@@ -102,46 +117,24 @@ def figure_3(t: Experiment, s: Scale) -> None:
     t.draw = draw
 
 
-# -- ablations: each on all images, and on the scale's fewest --------------------------------------
+# -- ablations -------------------------------------------------------------------------------------
 
 
 def _ablate(t: Experiment, s: Scale, models: Mapping[str, Mapping[str, Any]], *counts: str) -> None:
     """Rows of models with changed fields: their size and cost, and accuracy."""
-    t.columns = {name: STANDARD[name] for name in counts} | {"top1": STANDARD["top1"]}
-    least = min(s.fractions)
-    if least < 1 and not s.comparable:
-        t.columns["few"] = Column(f"top-1, {100 * least:g}% of the images")
+    t.columns = {name: STANDARD[name] for name in (*counts, "top1")}
     for label, row in models.items():
         count_role(t, s, label, **row)
         t.run(label, "top1", TOP1, **row)
-        if "few" in t.columns:
-            t.run(label, "few", TOP1, **row, fraction=least)
 
 
-def _ask(t: Experiment, text: str, *rows: str) -> None:
-    """Is the first row above the second, or its lead over it above that of the next two?"""
-    where = f"§4.4, Table {t.name[-1]}"
-    paper = None
+def _ask(t: Experiment, text: str, first: str, second: str, margin: float = 0.0) -> None:
+    """Is the first row above the second, or less than a margin below it?"""
 
-    def effect(column: str) -> Any:
-        lead = minus(*((row, column) for row in rows[:2]))
-        other = minus(*((row, column) for row in rows[2:])) if rows[2:] else None
-        return lead if other is None else lambda v: lead(v) - other(v)
+    def effect(v: Any) -> Any:
+        return v[first, "top1"] - v[second, "top1"] + margin
 
-    for column in ("top1", "few"):
-        if column in t.columns:
-            few = "" if column == "top1" else f"{t.columns['few'].name.removeprefix('top-1, ')}: "
-            paper = paper if column == "top1" else _paper(t, rows)
-            t.ask(where, few + text, effect(column), paper=paper)
-
-
-def _paper(t: Experiment, rows: tuple[str, ...]) -> float | None:
-    """The paper's effect on all images."""
-    numbers = [t.cells[row, "top1"].paper for row in rows]
-    if None in numbers:
-        return None
-    first, second, *others = [float(x) for x in numbers if x is not None]
-    return round(first - second - (others[0] - others[1] if others else 0), 6)
+    t.ask(f"§4.4, Table {t.name[-1]}", text, effect)
 
 
 @experiment("cvt/table-5", "Position embeddings")
@@ -159,10 +152,14 @@ def table_5(t: Experiment, s: Scale) -> None:
     _ablate(t, s, models, "parameters")
     a, b, c, d, e, f = models
     _ask(t, "Does DeiT need its position embedding (a, b)?", a, b)
-    _ask(t, "Without position embeddings, is CvT at least as good (f, c)?", f, c)
-    _ask(t, "Is CvT without them above those in the first stage (f, d)?", f, d)
-    _ask(t, "Is CvT without them above those in the last stage (f, e)?", f, e)
-    _ask(t, "Does DeiT need its position embedding more than CvT?", a, b, c, f)
+    for row, where in ((c, "every stage"), (d, "the first stage"), (e, "the last stage")):
+        text = f"Does CvT lose less than a point without position embeddings in {where}"
+        _ask(t, f"{text} ({f[0]}, {row[0]})?", f, row, A_POINT)
+    t.ask(
+        "§4.4, Table 5",
+        "Does DeiT need its position embedding more than CvT?",
+        lambda v: v[a, "top1"] - v[b, "top1"] - (v[c, "top1"] - v[f, "top1"]),
+    )
 
 
 @experiment("cvt/table-6", "Convolutional token embedding")
@@ -186,7 +183,11 @@ def table_6(t: Experiment, s: Scale) -> None:
     _ask(t, "Is convolutional embedding above patches (d, a)?", d, a)
     _ask(t, "With position embeddings, is convolutional embedding above patches (c, b)?", c, b)
     _ask(t, "Do patches gain from position embeddings (b, a)?", b, a)
-    _ask(t, "Do position embeddings bring more to patches than to convolutions?", b, a, c, d)
+    t.ask(
+        "§4.4, Table 6",
+        "Do position embeddings bring more to patches than to convolutions?",
+        lambda v: v[b, "top1"] - v[a, "top1"] - (v[c, "top1"] - v[d, "top1"]),
+    )
 
 
 @experiment("cvt/table-7", "Stride of the key and value projections")
@@ -198,7 +199,10 @@ def table_7(t: Experiment, s: Scale) -> None:
         "b: stride 2": variation("CvT-13"),
     }
     _ablate(t, s, models, "parameters", "flops")
-    _ask(t, "Does squeezing keys and values cost accuracy?", *models)
+    a, b = models
+    _ask(t, "Does squeezing keys and values cost less than a point (b, a)?", b, a, A_POINT)
+    text = "Does squeezing keys and values save MACs?"
+    t.ask("§4.4, Table 7", text, _saved((b, "flops"), (a, "flops")), unit="%")
 
 
 @experiment("cvt/table-8", "Convolutional or linear projection, stage by stage")

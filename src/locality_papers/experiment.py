@@ -25,6 +25,8 @@ from locality_papers.runs import Scale
 from locality_papers.table import EMPTY, NOT_RUN, Cell, Key, Measure, Recorded, Values
 
 Effect = Callable[[Any], Any]
+A_POINT = 1.0
+"""The smallest difference of accuracies that counts, where a paper gives none."""
 
 
 class Column(NamedTuple):
@@ -381,14 +383,6 @@ def built(name: str, scale: Scale) -> Experiment:
     made = Experiment(name, title, scale)
     build(made, scale)
     return made
-
-
-def papers_order(name: str) -> tuple[bool, bool, bool, int, str]:
-    """Sort key of experiments: ConViT, CvT, beyond; tables before figures; by number."""
-    paper, _, place = name.partition("/")
-    what, _, number = place.partition("-")
-    digits = "".join(filter(str.isdigit, number))
-    return paper != "convit", paper != "cvt", what != "table", int(digits or 0), number
 
 
 def relative_gain(convit: Key, deit: Key) -> Effect:

@@ -205,4 +205,4 @@ def count_role(t: Experiment, s: Scale, row: str, role: str, **choices: Any) -> 
         count(t, row, model)
     else:
         for column in ("parameters", "flops"):
-            t.missing(row, column, f"scale '{s.name}' has no model for {role}")
+            t.missing(row, column, f"the scale has no model for {role}")

@@ -1,28 +1,32 @@
 """Pages from the records in `results/`: `python -m locality_papers.pages`, or `make pages`.
 
-Writes all questions and answers to `docs/findings.md`, one page per experiment to `docs/results/`,
-all numbers to `results/answers.csv`, and the main answers between the marks in the README. Pictures
-that exist are kept, as another version of matplotlib draws other pixels; delete one to redraw it.
+Writes all questions and answers to `docs/findings.md`, one page per experiment and one of
+superseded runs to `docs/results/`, all numbers to `results/answers.csv`, and the main answers
+between the marks in the README. Pictures that exist are kept, as another version of matplotlib
+draws other pixels; delete one to redraw it.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from locality.files import write_atomic
+from locality.analysis.statistics import estimate
+from locality.files import LARGEST_TEXT, gunzip, parse_json, write_atomic
 from locality_papers import answers as rule
-from locality_papers.answers import Answer, answers, write_answers
-from locality_papers.experiment import Results, built, papers_order
+from locality_papers.answers import AT_MOST, CANNOT_TELL, NO, YES, Answer, answers, write_answers
+from locality_papers.experiment import Results, built
 from locality_papers.reproduce import names, write_picture
 from locality_papers.runs import get_scale
 from locality_papers.table import Recorded
-from locality_papers.text import Part, page, papers, rendered, said
+from locality_papers.text import Part, page, papers, rendered, said, signed
 
 SHOWN = ("digits", "fashion", "fashion14")
 """Scales with records in the repository."""
+SUPERSEDED = "superseded.jsonl.gz"
 _FINDINGS = re.compile("(?<=<!-- findings -->\n).*?(?=<!-- /findings -->)", re.DOTALL)
 
 
@@ -32,40 +36,41 @@ def write_all(root: Path) -> None:
     Args:
         root: root of the repository.
     """
-
     every: dict[str, dict[str, Results]] = {}
     for scale in SHOWN:
-        if (path := root / "results" / f"{scale}.runs.jsonl.gz").exists():
-            chosen, recorded = get_scale(scale, root / "runs" / scale), Recorded(path)
-            for name in names():
-                every.setdefault(name, {})[scale] = Results(built(name, chosen), recorded)
+        path = root / "results" / f"{scale}.runs.jsonl.gz"
+        chosen, recorded = get_scale(scale, root / "runs" / scale), Recorded(path)
+        for name in names():
+            of = Results(built(name, chosen), recorded)
+            if of.experiment.runs or scale == SHOWN[0]:
+                every.setdefault(name, {})[scale] = of
     found = answers(of for by_scale in every.values() for of in by_scale.values())
     write_answers(root / "results" / "answers.csv", found)
-    docs = root / "docs"
-    (docs / "results").mkdir(parents=True, exist_ok=True)
-    pages = {}
+    pages: dict[str, dict[str, str | None]] = {}
     for name, by_scale in every.items():
-        shown = [of for of in by_scale.values() if Part(of, found).has_values]
-        shown = shown if shown and shown[0].experiment.runs else shown[:1]
-        for of in shown:
-            _draw(of, root / "results" / of.experiment.scale.name)
-        if shown:
-            pages[name] = shown[0].experiment.title
-            text = page(shown, found, "../../results/")
-            write_atomic(docs / "results" / f"{name.replace('/', '-')}.md", text)
-    write_atomic(docs / "findings.md", findings(every, found, pages))
+        parts = []
+        for scale, of in by_scale.items():
+            part = Part(of, found)
+            path = root / "results" / scale / f"{name.replace('/', '-')}.png"
+            if part.has_values and not path.exists():
+                write_picture(of, path)
+            if path.exists():
+                part.picture = f"../../results/{scale}/{path.name}"
+            if part.has_values or part.picture:
+                parts.append(part)
+        if parts:
+            pages[name] = {part.experiment.scale.name: part.picture for part in parts}
+            _write(root / "docs" / "results" / f"{name.replace('/', '-')}.md", page(parts))
+    _write(root / "docs" / "results" / "superseded.md", superseded(root / "results" / SUPERSEDED))
+    _write(root / "docs" / "findings.md", findings(every, found, pages))
     readme = root / "README.md"
-    if readme.exists():
-        filled_in = _FINDINGS.sub(lambda _: headlines(found), readme.read_text("utf-8"))
-        write_atomic(readme, filled_in)
+    table = headlines(found)
+    write_atomic(readme, _FINDINGS.sub(lambda _: table, readme.read_text("utf-8")))
 
 
-def _draw(results: Results, folder: Path) -> None:
-    """Draw an experiment's picture if it has none yet."""
-
-    path = folder / f"{results.experiment.name.replace('/', '-')}.png"
-    if not path.exists():
-        write_picture(results, path)
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, text)
 
 
 def _by_question(found: Iterable[Answer]) -> dict[tuple[str, str], dict[str, Answer]]:
@@ -76,56 +81,76 @@ def _by_question(found: Iterable[Answer]) -> dict[tuple[str, str], dict[str, Ans
     return grouped
 
 
+_SECTIONS = {
+    YES: "What holds here",
+    NO: "What does not hold here",
+    AT_MOST: "What is smaller here than in the papers, if it is there at all",
+    CANNOT_TELL: "What these runs cannot tell",
+}
+
+
 def findings(
-    every: Mapping[str, Mapping[str, Results]], found: Sequence[Answer], pages: Mapping[str, str]
+    every: Mapping[str, Mapping[str, Results]],
+    found: Sequence[Answer],
+    pages: Mapping[str, Mapping[str, str | None]],
 ) -> str:
-    """All questions with their answers at each scale, as Markdown for docs/.
+    """All questions of the papers by answer, as Markdown for docs/.
 
     Args:
         every: name → scale → values.
         found: all answers.
-        pages: experiments that have a page: name → title.
+        pages: experiments that have a page: name → scale → its picture.
     """
-    sections: dict[str, list[Any]] = {"The papers' questions": [], "Our own questions": []}
+    sections: dict[str, list[Any]] = {title: [] for title in _SECTIONS.values()}
+    own: dict[str, Counter[str]] = {}
     asked = _by_question(found)
-    for at in asked.values():
+    for (name, _), at in asked.items():
         question = next(iter(at.values()))
-        title = "The papers' questions" if question["where"] else "Our own questions"
-        sections[title].append(question | {"at": at})
-    scales = {scale: of.experiment.scale.about for scale, of in next(iter(every.values())).items()}
-    open_questions = {
-        (of.experiment.name, question.text): None
-        for name, by_scale in sorted(every.items(), key=lambda pair: papers_order(pair[0]))
-        for of in by_scale.values()
-        for question in of.experiment.questions
-        if question.where and (name, question.text) not in asked
-    }
-    pictures = [
-        {"scale": scale, "name": name, "title": of.experiment.title, "path": f"../results/{path}"}
-        for name in ("beyond/shuffled-dial", "beyond/fractions")
-        for scale, of in every[name].items()
-        if name in pages and Part(of, found).has_values
-        for path in [f"{scale}/{name.replace('/', '-')}.png"]
-    ]
+        given = [each["answer"] for each in at.values()]
+        if question["where"]:
+            title = next(title for answer, title in _SECTIONS.items() if answer in given)
+            sections[title].append(question | {"at": at})
+        else:
+            own.setdefault(name, Counter()).update(given)
+    untested = {}
+    for name, by_scale in every.items():
+        first = next(iter(by_scale.values()))
+        texts = [each.text for each in first.experiment.questions if each.where]
+        if texts := [text for text in texts if (name, text) not in asked]:
+            untested[name] = len(texts), _reasons(by_scale, texts)
     return rendered(
         "findings.md",
-        scales=scales,
-        sections={title: of for title, of in sections.items() if of},
-        open_questions=list(open_questions),
-        pictures=pictures,
+        scales={scale: of.experiment.scale.about for scale, of in every["convit/table-2"].items()},
+        headlines=headlines(found),
+        sections=sections,
+        own=own,
+        untested=untested,
+        titles={name: next(iter(of.values())).experiment.title for name, of in every.items()},
+        pages=pages,
         rule=(rule.__doc__ or "").partition("\n\n")[2].strip(),
-        experiments=pages,
     )
+
+
+def _reasons(by_scale: Mapping[str, Results], texts: Sequence[str]) -> str:
+    """Why questions have no answer at a scale."""
+    reasons: dict[str, dict[str, None]] = {}
+    for scale, of in by_scale.items():
+        if scale != SHOWN[-1]:  # of Table 2 only
+            for question in of.experiment.questions:
+                if question.text in texts:
+                    reasons.setdefault(of.effect(question.effect).empty, {})[scale] = None
+    return "; ".join(f"{', '.join(scales)}: {reason}" for reason, scales in reasons.items())
 
 
 HEADLINES = {
     "With 5% of the images, is ConViT above DeiT?": "convit/table-2",
     "With 100% of the images, is ConViT above DeiT?": "convit/table-2",
     "Is CvT-13 above DeiT-S?": "cvt/table-3",
-    "Do gates of the deeper half fall?": "convit/figure-6",
-    "Patches each in its own order: do gates fall?": "beyond/shuffled",
-    "Does masking content cost more than masking position?": "convit/table-6",
     "Without its position embedding, does DeiT lose more than ConViT?": "convit/table-5",
+    "Do gates of the deeper half fall?": "convit/figure-6",
+    "Does masking content cost more than masking position?": "convit/table-6",
+    "Patches each in its own order: do gates fall?": "beyond/shuffled",
+    "With 100% of the images, is ConViT above the CNN?": "beyond/baselines",
 }
 """The README's questions, and the experiments that answer them."""
 
@@ -140,6 +165,31 @@ def headlines(found: Iterable[Answer]) -> str:
             here = "; ".join(f"{scale}: {said(answer)}" for scale, answer in at.items())
             lines.append(f"| {question} | {paper} | {here} |")
     return "\n".join(lines) + "\n"
+
+
+def superseded(file: Path) -> str:
+    """The page of superseded runs, from the experiments as they were recorded, one a line.
+
+    Intervals are computed anew: those of the digits had not counted that seeds divide the same
+    images, a third as many for testing as for training.
+    """
+    lines = gunzip(file, "file of superseded runs", 16 * LARGEST_TEXT).decode().splitlines()
+    scales: dict[str, str] = {}
+    claims: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for record in (parse_json(line, str(file)) for line in lines):
+        scale = record["scale"]
+        scales[scale] = record["scale_about"]
+        for claim in record["claims"]:
+            for part in claim["parts"]:
+                if part["mean"] is not None:
+                    of = estimate(list(part["by_seed"].values()), (scale[:6] == "digits") / 3)
+                    half = of.half_width or 0.0
+                    text = f"{signed(of.mean, half)} ± {signed(half, half)[1:]}" if half else ""
+                    text = f"{text or signed(of.mean)} {claim['unit']}, {of.n} seeds"
+                    row = claims.setdefault((record["name"], claim["text"], part["part"]), {})
+                    row[scale] = text
+                    row["paper"] = "" if part.get("paper") is None else signed(part["paper"])
+    return rendered("superseded.md", scales=scales, claims=claims)
 
 
 if __name__ == "__main__":

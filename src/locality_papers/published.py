@@ -34,9 +34,6 @@ class Published(NamedTuple):
 
 _FILE = read_yaml(Path(__file__).with_suffix(".yaml"))
 
-PEERS: dict[str, str] = _FILE["peers"]
-"""Models of other authors in CvT's Table 3 → timm's name of their public weights, if any."""
-
 PUBLISHED = {
     (table["place"], row, metric): Published(
         number, table["protocol"], table.get("notes", {}).get(row, {}).get(metric, "")
@@ -47,15 +44,6 @@ PUBLISHED = {
     if number is not None
 }
 """(place such as "convit/table-2" or "cvt/text", row as in the paper, metric) → number."""
-
-COMPUTED = "computed from the table"
-"""Note of differences that are computed from published numbers."""
-
-
-def as_computed(place: str, value: float) -> Published:
-    """A number computed from those of a published table, with their protocol."""
-    protocol = next(number.protocol for at, number in PUBLISHED.items() if at[0] == place)
-    return Published(round(value, 2), protocol, COMPUTED)
 
 
 def rows(place: str) -> dict[str, dict[str, Published]]:

@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from locality import checks
 from locality.errors import UserError, unknown
 from locality.figures.curves import draw, filled
 from locality.figures.style import figure_bytes
 from locality.files import check_output, write_atomic
-from locality.progress import format_duration
 from locality.runner.executors import Executor, run_all
-from locality.runner.runs import Outcome, Run, run_cost, threads_per_run, with_needs, workload
+from locality.runner.runs import Outcome, Run, with_needs, workload
 from locality_papers import (  # noqa: F401 (they register)
     baselines,
-    beyond,
     convit_attention,
     convit_curves,
     convit_tables,
     cvt_accuracy,
     cvt_design,
     gates,
-    nas,
 )
 from locality_papers.answers import answers
-from locality_papers.experiment import REGISTRY, Experiment, Results, built, papers_order
+from locality_papers.experiment import REGISTRY, Experiment, Results, built
+from locality_papers.names import papers_order
 from locality_papers.runs import Scale, get_scale
 from locality_papers.table import EMPTY, Measure, Recorded, write_records
-from locality_papers.text import page, to_csv
+from locality_papers.text import Part, page, to_csv
 
 RUNS = "runs/reproduce"
 """Default folder of the runs, separate from those of `locality train`."""
@@ -139,7 +136,7 @@ def reproduce(
         for each in experiments if len(experiments) > 1 else ():
             print(f"{each.name:28} {each.title}")
         if len(results) == 1:
-            print("\n" + page(results, answers(results)))
+            print("\n" + _page(results[0], _page_file(folder, experiments[0]).with_suffix(".png")))
         if failures:
             first = next(iter(failures.values()))
             print(f"{len(failures)} runs have no result; the first: {first}")
@@ -213,8 +210,13 @@ def write_results(results: Results, folder: Path) -> None:
     """Write an experiment's page, numbers and picture."""
     path = _page_file(folder, results.experiment)
     write_picture(results, path.with_suffix(".png"))
-    write_atomic(path, page([results], answers([results])))
+    write_atomic(path, _page(results, path.with_suffix(".png")))
     write_atomic(path.with_suffix(".csv"), to_csv(results))
+
+
+def _page(results: Results, picture: Path) -> str:
+    shown = picture.name if picture.exists() else None
+    return page([Part(results, answers([results]), shown)])
 
 
 def write_picture(results: Results, path: Path) -> None:
@@ -228,52 +230,3 @@ def write_picture(results: Results, path: Path) -> None:
     if figure is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, figure_bytes(figure, dpi=160))
-
-
-def list_experiments(
-    scale: str = "digits", runs: Path | str = RUNS, times: bool = False
-) -> Iterator[dict[str, Any]]:
-    """All tables and figures with their scale, runs, and status.
-
-    Args:
-        scale: one of `SCALES`.
-        runs: see `reproduce`.
-        times: estimate the remaining seconds, one run at a time, by a few training steps of one
-            network per model name.
-
-    Yields:
-        one dictionary per experiment: name, title, scale, runs, finished, status, and `seconds`
-        with `times`.
-    """
-    chosen = get_scale(scale, Path(runs) / scale)
-    # As many threads as `reproduce` gives a run.
-    threads, finished = threads_per_run(jobs=2), dict[Path, bool]()
-    for name in names():
-        experiment = built(name, chosen)
-        needed = with_needs(experiment.runs)
-        for run in needed:
-            if run.folder not in finished:
-                finished[run.folder] = run.folder.exists() and run.is_finished()
-        done = sum(finished[run.folder] for run in needed)
-        state = f"{done} of {len(needed)} runs" if done else "not run"
-        row = {
-            "name": name,
-            "title": experiment.title,
-            "scale": scale,
-            "runs": len(needed),
-            "finished": done,
-            "status": state if done < len(needed) else "finished" if needed else "needs no runs",
-        }
-        if times:
-            waiting = [run for run in needed if not finished[run.folder]]
-            row["seconds"] = sum(run_cost(run, threads).seconds for run in waiting)
-        yield row
-
-
-def show_row(row: Mapping[str, Any]) -> str:
-    """A row of `list_experiments` as text."""
-    time = f"{format_duration(row['seconds']):>8}  " if "seconds" in row else ""
-    return (
-        f"{row['name']:{max(map(len, names()))}}  {row['runs']:4} runs  {time}"
-        f"{row['status']:18}  {row['title']}"
-    )

@@ -109,7 +109,7 @@ class Scale:
             changes: other settings by dotted name, with "__" for dots: `data__dataset`.
         """
         if role not in self.models:
-            raise UserError(f"scale '{self.name}' has no model for {role}")
+            raise UserError(f"the scale has no model for {role}")
         base, (name, own) = self.base(role), self.models[role]
         given = {f"model.{field}": value for field, value in (fields or {}).items()}
         given |= {key.replace("__", "."): value for key, value in changes.items()}

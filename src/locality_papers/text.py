@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
-from itertools import chain
 from typing import Any
 
 from locality.errors import some
@@ -26,65 +23,41 @@ class Part:
     Args:
         results: the experiment's values.
         found: answers, also of other experiments.
-        folder: where its picture is, relative to the page; None for beside it.
+        picture: path of its picture, relative to the page; None if it has none.
     """
 
-    def __init__(self, results: Results, found: Iterable[Answer], folder: str = "") -> None:
-        self.experiment, self.results = results.experiment, results
-        name, scale = self.experiment.name, self.experiment.scale.name
-        self.answers = [
-            each for each in found if (each["experiment"], each["scale"]) == (name, scale)
-        ]
+    def __init__(
+        self, results: Results, found: Iterable[Answer], picture: str | None = None
+    ) -> None:
+        of = self.experiment = results.experiment
+        self.results, self.picture = results, picture
         self.notes: dict[str, int] = {}
-        of = self.experiment
-        drawn = of.draw is not None and all(run.folder.exists() for run in of.drawn)
-        self.picture = f"{folder}{name.replace('/', '-')}.png" if drawn or self._lines else None
-        self.tables = list(_split(*self._table())) if self.experiment.columns else []
-
-    @cached_property
-    def _cells(self) -> dict[str, dict[str, Evaluated | None]]:
-        """The rows with any number of ours; all where accuracies are comparable."""
-        of = self.experiment
-        rows = {row: {c: self.results.cell(row, c) for c in of.columns} for row in of.rows}
-        if of.comparable:
-            return rows
-        free = not of.runs
-        return {
+        here = (of.name, of.scale.name)
+        self.answers = [each for each in found if (each["experiment"], each["scale"]) == here]
+        rows = {row: {key: results.cell(row, key) for key in of.columns} for row in of.rows}
+        # Rows and columns with any number of ours; all where accuracies are comparable.
+        self._cells = {
             row: cells
             for row, cells in rows.items()
-            if any(_filled(c, free) for c in cells.values())
+            if of.comparable or any(_filled(cell, not of.runs) for cell in cells.values())
         }
-
-    @cached_property
-    def _columns(self) -> dict[str, Column]:
-        """The columns with any number of ours; all where accuracies are comparable."""
-        of, rows = self.experiment, self._cells.values()
-        return {
+        self._columns = {
             key: column
             for key, column in of.columns.items()
-            if of.comparable or any((cell := row[key]) and cell.estimate for row in rows)
+            if of.comparable or any((c := row[key]) and c.estimate for row in self._cells.values())
         }
-
-    @cached_property
-    def _lines(self) -> list[Any]:
-        """The lines of a figure with values."""
-        panels = self.results.drawn_panels
-        return [line for panel in panels for line in panel["series"] if not line["empty"]]
-
-    @property
-    def left_out(self) -> str:
-        """Rows and lines that were not run."""
-        panels = self.results.drawn_panels
-        names = [row for row in self.experiment.rows if row not in self._cells]
-        names += [line["label"] for of in panels for line in of["series"] if line["empty"]]
-        return some(list(dict.fromkeys(names))) if names else ""
-
-    @cached_property
-    def seeds(self) -> int | None:
-        """The most common number of seeds of a cell."""
-        cells = chain.from_iterable(row.values() for row in self._cells.values())
-        counts = [e.n for c in cells if c is not None and (e := c.estimate) is not None and e.n > 1]
-        return max(set(counts), key=counts.count) if counts else None
+        lines = [line for panel in results.drawn_panels for line in panel["series"]]
+        names = [row for row in of.rows if row not in self._cells]
+        names += [line["label"] for line in lines if line["empty"]]
+        self.left_out = some(list(dict.fromkeys(names))) if names else ""
+        counts = [
+            c.estimate.n
+            for row in self._cells.values()
+            for c in row.values()
+            if c is not None and c.estimate is not None and c.estimate.n > 1
+        ]
+        self.seeds = max(set(counts), key=counts.count) if counts else None
+        self.tables = list(_split(*self._table())) if of.columns else []
 
     @property
     def has_values(self) -> bool:
@@ -148,20 +121,19 @@ class Part:
         records = [self.results.recorded.find(run) for run in self.experiment.runs]
         done = [record for record in records if record is not None]
         machines = [record["environment"] for record in done]
-
-        def distinct(values: Iterable[Any]) -> list[str]:
-            return [str(value) for value in Counter(value for value in values if value)]
-
+        hardware = [name for m in machines for name in (m.get("processor"), *m.get("gpus", ()))]
         return {
             "runs": len(records),
             "finished": len(done),
             "hours": sum(record["result"].get("seconds") or 0.0 for record in done) / 3600,
-            "hardware": distinct(
-                name for m in machines for name in (m.get("processor"), *m.get("gpus", ()))
-            ),
-            "commits": distinct(str(m.get("commit", ""))[:10] for m in machines),
-            "torch": distinct(m.get("packages", {}).get("torch") for m in machines),
+            "hardware": _distinct(hardware),
+            "commits": _distinct(str(m.get("commit", ""))[:10] for m in machines),
+            "torch": _distinct(m.get("packages", {}).get("torch") for m in machines),
         }
+
+
+def _distinct(values: Iterable[Any]) -> str:
+    return ", ".join(dict.fromkeys(str(value) for value in values if value)) or "unknown"
 
 
 def _filled(cell: Evaluated | None, free: bool) -> bool:
@@ -191,19 +163,9 @@ def _split(
         yield [headings[0], *headings[columns]], [[line[0], *line[columns]] for line in lines]
 
 
-def page(results: Sequence[Results], found: Sequence[Answer], folder: str | None = None) -> str:
-    """One experiment as Markdown, with a section for each scale.
-
-    Args:
-        results: its values, one per scale.
-        found: answers, also of other experiments.
-        folder: relative path from the page to the scales' folders; None for a page inside one.
-    """
-    parts = []
-    for of in results:
-        scale = of.experiment.scale.name
-        parts.append(Part(of, found, "" if folder is None else f"{folder}{scale}/"))
-    first = results[0].experiment
+def page(parts: Sequence[Part]) -> str:
+    """One experiment as Markdown, with a section for each scale."""
+    first = parts[0].experiment
     return rendered("experiment.md", name=first.name, title=first.title, parts=parts)
 
 
@@ -230,9 +192,12 @@ def to_csv(results: Results) -> str:
 
 def everywhere(at: Mapping[str, Answer]) -> str:
     """The answers at all scales, in one cell."""
+    first = next(iter(at.values()))
+    if first["n"] is None:
+        return f"counted: {said(first)}"
     text = "; ".join(f"{scale}: {said(answer)}" for scale, answer in at.items())
-    task = next((each["task"] for each in at.values() if each["task"]), "")
-    return f"{text} ({task})" if task and any(a["answer"] != YES for a in at.values()) else text
+    tasks = {each["task"] for each in at.values() if each["task"] and each["answer"] != YES}
+    return f"{text} ({', '.join(tasks)})" if tasks else text
 
 
 def said(answer: Answer) -> str:
@@ -256,21 +221,20 @@ def papers(answer: Answer) -> str:
     """The paper's effect, or "yes" if it gives none; "not asked" for our own questions."""
     if answer["paper"] is None or not answer["where"]:
         return "yes" if answer["where"] else "not asked"
-    return _signed(answer["paper"])
+    return signed(answer["paper"])
 
 
 def _rounded(answer: Answer, name: str) -> str:
     """A number of an answer, rounded to two significant digits of its interval."""
     half = 0.0 if answer["low"] is None else (answer["high"] - answer["low"]) / 2
-    if half < 1e-9:  # equal up to rounding errors
-        return _signed(answer[name])
-    decimals = max(0, 1 - math.floor(math.log10(half)))
-    return f"{answer[name]:+.{decimals}f}".replace("-", "−")
+    return signed(answer[name], half)
 
 
-def _signed(value: float) -> str:
-    # Remove rounding errors, so that 0.1 + 0.2 − 0.3 shows as 0.
-    return f"{round(value, 9):+.3g}".replace("-", "−")
+def signed(value: float, half: float = 0.0) -> str:
+    """A number with its sign, rounded to two significant digits of half an interval."""
+    if half < 1e-9:  # no interval; without rounding errors, so that 0.1 + 0.2 − 0.3 shows as 0
+        return f"{round(value, 9):+.3g}".replace("-", "−")
+    return f"{value:+.{max(0, 1 - math.floor(math.log10(half)))}f}".replace("-", "−")
 
 
 def rendered(template: str, **content: Any) -> str:
@@ -280,6 +244,7 @@ def rendered(template: str, **content: Any) -> str:
         "everywhere": everywhere,
         "said": said,
         "sentence": lambda text: f"{text[0].upper()}{text[1:].rstrip('.')}.",
+        "file": lambda name: name.replace("/", "-"),
     }
     text = render("locality_papers", template, filters, **content)
     # Empty blocks leave empty lines.

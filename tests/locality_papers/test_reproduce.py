@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,16 +17,16 @@ from locality.models import build
 from locality.runner.runs import TRAIN, with_needs
 from locality.training.optim import create_schedule, make_plan
 from locality_papers import published
-from locality_papers.commands import experiment_names
 from locality_papers.convit_tables import INGREDIENTS
-from locality_papers.experiment import built
+from locality_papers.experiment import REGISTRY, built
 from locality_papers.measures import summed_rate
-from locality_papers.reproduce import find, list_experiments, names, reproduce, show_row
+from locality_papers.names import titles
+from locality_papers.reproduce import find, names, reproduce
 from locality_papers.runs import SCALES, get_scale
 
 CONVIT = [*(f"table-{n}" for n in range(1, 7)), "figure-1", "figure-2a", "figure-2b",
           *(f"figure-{n}" for n in range(3, 18))]  # fmt: skip
-CVT = [*(f"table-{n}" for n in range(1, 9)), "nas", *(f"figure-{n}" for n in range(1, 4))]
+CVT = [*(f"table-{n}" for n in range(1, 9)), *(f"figure-{n}" for n in range(1, 4))]
 
 
 def test_every_table_and_figure_has_its_name():
@@ -35,7 +34,7 @@ def test_every_table_and_figure_has_its_name():
     assert names()[: len(expected)] == expected
     assert all(name.startswith("beyond/") for name in names()[len(expected) :])
     # Known without importing them.
-    assert set(experiment_names()) == {*names(), "convit", "cvt", "beyond"}
+    assert titles() == {name: REGISTRY[name][0] for name in names()}
 
 
 def test_names_may_be_a_paper_and_unknown_ones_are_refused_with_the_nearest():
@@ -180,7 +179,7 @@ def test_without_data_or_weights_cells_stay_empty_and_say_what_is_needed(tmp_pat
         "cvt/table-3", "imagenet", tmp_path, runs=tmp_path / "runs", executor=here, quiet=True
     )
     assert here.performed == []
-    needed = {"CvT-13": "imagenet", "ResNet-50": "ImageNet", "PVT-Small": "other authors"}
+    needed = {"CvT-13": "imagenet", "PVT-Small": "other authors"}
     assert all(named in found.cell(row, "top1").empty for row, named in needed.items())
     assert found.experiment.published("CvT-13", "top1").value == 81.6
     assert found.cell("CvT-21", "parameters").estimate.mean == pytest.approx(31.62, abs=0.01)
@@ -198,7 +197,7 @@ def test_of_one_fraction_and_seed_two_runs_are_left(tmp_path, capsys):
         assert main([*command, "--fraction", wrong, "--runs", str(tmp_path)]) == 2
         assert "fraction" in capsys.readouterr().err
     refused = {"convit/table-2": (0.1, 0.2), "convit/table-3": 0.1, "convit": 0.1}
-    for name, fraction in (refused | {"beyond/initialisations": 0.3}).items():
+    for name, fraction in refused.items():
         with pytest.raises(UserError):
             reproduce(name, "digits", tmp_path, dry_run=True, fraction=fraction)
 
@@ -265,18 +264,6 @@ def test_a_dry_run_starts_nothing(tiny_scale, tmp_path, here, capsys):
     assert here.performed == [] and not (tmp_path / "digits").exists()
 
 
-def test_the_list_says_runs_and_status(tmp_path, monkeypatch):
-    monkeypatch.setattr("locality.training.cost.training_speed", lambda *_: 1e9)
-    few = ["convit/table-2", "convit/table-3", "cvt/table-2"]
-    monkeypatch.setattr("locality_papers.reproduce.names", lambda: few)
-    by_name = {row["name"]: row for row in list_experiments("digits", tmp_path)}
-    assert by_name["convit/table-2"]["runs"] == 64
-    assert by_name["convit/table-2"]["status"] == "not run"
-    assert by_name["cvt/table-2"]["status"] == "needs no runs"
-    assert re.search(r"convit/table-3 +112 runs  not run", show_row(by_name["convit/table-3"]))
-    assert all(row["seconds"] >= 0 for row in list_experiments("digits", tmp_path, times=True))
-
-
 @pytest.mark.parametrize("row", ["b", "d", "f", "g"])
 def test_rows_without_gating_have_their_gates_frozen_at_zero(row):
     rows = {label[0]: choices for label, choices in INGREDIENTS.items()}
@@ -284,18 +271,6 @@ def test_rows_without_gating_have_their_gates_frozen_at_zero(row):
     for block in model.blocks[: model.config.gpsa_layers]:
         assert not block.attn.gating.requires_grad
         assert torch.count_nonzero(block.attn.gating) == 0
-
-
-@pytest.mark.slow
-def test_fine_tuning_starts_from_weights_of_other_classes(one_seed, tmp_path, here):
-    (found,) = reproduce("beyond/finetuning", one_seed, tmp_path, executor=here, quiet=True)
-    assert len(cells(found)) == 6 and is_filled(found)
-    tuned = [run for run in here.performed if run.config.model.weights is not None]
-    assert len(tuned) == 4
-    for run in tuned:
-        (net,) = run.needs
-        assert run.config.model.weights == str(net.folder)
-        assert run.config.data.skip_classes == net.config.data.first_classes == 5
 
 
 def test_a_teacher_learns_from_images_that_no_student_sees(one_seed, tmp_path, here):
@@ -318,10 +293,7 @@ def test_a_teacher_learns_from_images_that_no_student_sees(one_seed, tmp_path, h
 
 
 @pytest.mark.slow
-def test_short_runs_are_compared_with_longer_ones_and_higher_rates(one_seed, tmp_path, here):
-    (longer,) = reproduce("beyond/converged", one_seed, tmp_path, executor=here, quiet=True)
-    assert {run.result()["steps"] for run in here.performed} == {3, 6, 12}
-    assert len(cells(longer)) == 2 * 5 + 4 and is_filled(longer)
+def test_gates_move_further_at_higher_rates(one_seed, tmp_path, here):
     (rates,) = reproduce("beyond/position-rate", one_seed, tmp_path, executor=here, quiet=True)
     sums, gates = (
         [rates.cell(row, key).estimate.mean for row in rates.experiment.rows]
@@ -373,10 +345,3 @@ def test_architectures_are_drawn_from_the_models_built(name):
         "cvt/figure-3": "queries linear 14×14",
     }
     assert expected[name] in " ".join(shown.split())
-
-
-@pytest.mark.slow
-def test_initialisations_are_compared(one_seed, tmp_path, here):
-    name = "beyond/initialisations"
-    (found,) = reproduce(name, one_seed, tmp_path, executor=here, quiet=True, fraction=1.0)
-    assert len(found.experiment.rows) == 7 and is_filled(found)
