@@ -59,7 +59,7 @@ def test_other_columns_by_name_or_number(twelve):
     bare = write(twelve, *ROWS, name="bare.csv")
     assert pairs(opened(bare, image_column="1", label_column="2")) == TWELVE
     report = check(bare, dataset="table", image_column="1", label_column="2", progress=False)
-    assert report.ok and report.images == {"train": 8, "val": 4}
+    assert report.ok and report.images == {"all": 12}
 
 
 REFUSED = {
@@ -171,6 +171,6 @@ def test_its_images_are_checked(twelve):
     (twelve / "cat5.png").write_bytes(b"none")
     (twelve / "dog1.png").write_bytes((twelve / "dog2.png").read_bytes())
     report = check(twelve, dataset="table", progress=False)
-    assert sum(report.images.values()) == 12 and report.classes == 2
+    assert report.images == {"all": 12} and report.classes == 2
     assert list(report.bad_files) == [str(twelve / "cat5.png")]
-    assert len(report.repeats) + len(report.duplicates) == 1
+    assert (len(report.repeats), len(report.duplicates)) == (1, 0)

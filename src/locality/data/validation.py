@@ -184,8 +184,10 @@ def check(
         read = config.decoding
         parts = {part: ([*x.files], x.source(x.files, read)) for part, x in listings.items()}
     else:
-        splits = open_data(config, seed=0)
+        splits = open_data(config, seed=0, whole=True)
         parts = {"train": (splits.classes, splits.train), "val": (splits.classes, splits.val)}
+        if splits.train is splits.val:  # a table without a split, of which a run holds some out
+            parts = {"all": parts["train"]}
     report.classes = len(next(iter(parts.values()))[0])
     good: list[Examined] = []
     first: dict[str, dict[bytes, str]] = {part: {} for part in parts}
