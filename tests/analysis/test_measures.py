@@ -90,6 +90,9 @@ def test_keys_on_a_coarser_grid_lie_where_their_convolution_is_centred():
     assert centres[:, 1, 1].tolist() == pytest.approx([2, 2])
     assert away[0, 4].item() == pytest.approx(math.hypot(2, 2))  # query (0, 0) to key (1, 1)
     assert away[3 * 6 + 5, 8].item() == pytest.approx(math.hypot(1, 1))  # (3, 5) to key at (4, 4)
+    # Rows and columns of their own: key (1, 1) is centred on (2.5, 1).
+    away = measures.token_distances((4, 6), (2, 6), (2, 1), (0.5, 0))
+    assert away[0, 7].item() == pytest.approx(math.hypot(2.5, 1))
 
 
 def test_uniform_attention_of_all_grids_is_one_value_in_the_common_unit():
