@@ -133,6 +133,14 @@ def test_another_image_size_of_timms_is_read(name, tmp_path, randomise):
     assert opened.preprocessing.size == opened.model.img_size == (size["img_size"],) * 2
 
 
+def test_classes_without_a_name_have_their_number(tmp_path, randomise):
+    saved_by_timm(tmp_path, randomise, DEIT, **SMALL)
+    content = json.loads((tmp_path / "config.json").read_text())
+    content["label_names"] = {"0": "fox", "2": "dog"}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert open_model(tmp_path).classes == ("fox", "1", "dog")
+
+
 @pytest.mark.parametrize("name", [CONVIT, DEIT])
 def test_training_arguments_of_timms_are_read_or_named(name, tmp_path, randomise, caplog):
     saved_by_timm(tmp_path, randomise, name, **SMALL)

@@ -181,6 +181,12 @@ def test_an_accelerator_that_is_not_there_is_refused():
             resolve_accelerator("cuda")
 
 
+def test_the_cost_of_a_public_dataset_needs_no_images(cli):
+    said = cli("train", "deit_300", "--dry_run", "--images_per_second=1000").out
+    assert "4.51 d without reading images" in said
+    assert "data.root" in cli("train", "deit_300", code=2).err
+
+
 def test_a_dry_run_counts_and_touches_nothing(tmp_path):
     config = tiny(schedule__steps=800_000)
     text = dry_run(config, tmp_path / "run", images_per_second=1000)

@@ -173,7 +173,7 @@ def _size(architecture: Any, classes: int) -> tuple[int, int]:
 def dry_run(
     config: RunConfig, folder: Path | str | None = None, images_per_second: float | None = None
 ) -> str:
-    """Check a run and estimate its cost, as text.
+    """Check a run and estimate its cost, as text; of ImageNet also without its images.
 
     Args:
         config: the run.
@@ -185,6 +185,16 @@ def dry_run(
     """
     if images_per_second is not None:
         checks.typed("images_per_second", images_per_second, checks.Positive)
+    row = DATASETS[config.data.dataset]
+    if config.data.root is None and row.get("needs_root", True) and "images" in row:
+        plan, _, time_here = estimate_cost(config, config.engine.threads)
+        if images_per_second:
+            time_here = _images(plan, image_counts(config)[1]) / images_per_second
+        return (
+            f"length  {plan.steps:,} steps of {plan.batch_size:,} images\n"
+            f"time    {format_duration(time_here)} without reading images; with --data.root, "
+            f"reading and memory are measured, too"
+        )
     recorded: list[str] = []
     if folder is not None:
         check_places(config, Path(folder))
