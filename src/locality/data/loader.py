@@ -234,7 +234,7 @@ def _start_method() -> str | None:
     return "fork" if chosen is None and sys.platform == "linux" else chosen
 
 
-def _unchanged(loaded: LoadedBatch) -> LoadedBatch:
+def _unchanged(loaded: Any) -> Any:
     return loaded
 
 
