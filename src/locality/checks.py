@@ -22,6 +22,7 @@ _LARGEST = sys.float_info.max  # excludes infinity and NaN
 Natural = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
 Depth = Annotated[int, Meta(ge=1, le=512)]
+StageDepth = Annotated[int, Meta(ge=0, le=512)]
 UpTo1024 = Annotated[int, Meta(ge=1, le=1024)]
 Width = Annotated[int, Meta(ge=1, le=32_768)]
 Pixels = Annotated[int, Meta(ge=1, le=8192)]

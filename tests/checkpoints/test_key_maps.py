@@ -75,6 +75,7 @@ CVT_OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("cvt", {"num_classes": 0, "in_chans": 1, "activation": "gelu"}, "transformers"),
     ("cvt", {"img_size": (48, 64)}, "microsoft"),
     ("cvt", {"depth": (2, 2, 2), "activation": "gelu"}, ""),
+    ("cvt", {"depth": (0, 1, 1)}, ""),
     ("cvt", {"global_pool": "avg", "activation": "gelu"}, ""),
     ("cvt", {"global_pool": "avg", "class_token": True}, ""),
     ("cvt", {"attention_scale": "head"}, ""),

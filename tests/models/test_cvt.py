@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from timm.models import group_parameters
 from torch import nn
 
@@ -82,6 +83,7 @@ OPTIONS = [
     {"qkv_bias": False},
     {"projection_kernel": 5},
     {"mlp_ratio": 2.0},
+    {"depth": (0, 0, 1)},
 ]
 
 
@@ -119,6 +121,15 @@ def test_position_embeddings_make_the_order_of_patches_matter(randomise):
     torch.testing.assert_close(blind(moved), blind(x))
     placed = randomise(small(use_pos_embed=(False, False, True), **overrides))
     assert (placed(moved) - placed(x)).abs().max() > 1e-3
+
+
+def test_a_stage_without_blocks_is_a_layer_of_a_stem():
+    model = small(depth=(0, 1, 2))
+    stem, x = model.stages[0], images(model)
+    tokens = F.gelu(stem.embed(x))
+    assert torch.equal(stem(x, stem.native_grid), tokens) and (tokens < 0).any()
+    with pytest.raises(ValueError, match="depth"):
+        small(depth=(1, 1, 0))
 
 
 def test_too_small_an_image_is_refused():
@@ -159,6 +170,7 @@ def test_decay_and_groups_cover_every_parameter():
         {"activation": "gelu", "kv_stride": 1},
         {"projection": ("conv", "avg", "linear"), "use_pos_embed": True},
         {"global_pool": "avg"},
+        {"depth": (0, 1, 1)},
     ],
 )
 def test_fused_logits_are_the_same(overrides, randomise):

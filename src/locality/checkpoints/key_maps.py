@@ -177,8 +177,9 @@ class _CvT(KeyMap):
             f"global_pool={'token' if token else 'avg'}": (
                 config.global_pool == ("token" if token else "avg")
             ),
-            "one kv_stride per stage": all(len({*stage.kv_stride}) == 1 for _, stage in stages),
-            "one mlp_ratio per stage": all(len({*stage.mlp_ratio}) == 1 for _, stage in stages),
+            "depth above 0 in every stage": all(stage.depth for _, stage in stages),
+            "one kv_stride per stage": all(len({*stage.kv_stride}) < 2 for _, stage in stages),
+            "one mlp_ratio per stage": all(len({*stage.mlp_ratio}) < 2 for _, stage in stages),
         }
         if self.later_depth:
             requirements["class_token=true"] = token

@@ -330,7 +330,8 @@ class CvTConfig(Architecture):
     Attributes:
         embed_dim: token width C of each stage.
         num_heads: heads per layer; divides C.
-        depth: number of blocks.
+        depth: number of blocks. First stages of none are a convolutional stem (Xiao et al. 2021):
+            their embeddings are followed by GELU.
         embed_kernel, embed_stride, embed_padding: the token embedding's convolution (Eq. 1).
             Kernel = stride without padding is a patch embedding (Table 6).
         mlp_ratio: hidden width of the MLPs over C; also one value per block.
@@ -351,7 +352,7 @@ class CvTConfig(Architecture):
 
     embed_dim: tuple[checks.Width, ...]
     num_heads: checks.UpTo1024 | tuple[checks.UpTo1024, ...]
-    depth: checks.Depth | tuple[checks.Depth, ...]
+    depth: checks.StageDepth | tuple[checks.StageDepth, ...]
     embed_kernel: checks.UpTo1024 | tuple[checks.UpTo1024, ...] = 3
     embed_stride: checks.UpTo1024 | tuple[checks.UpTo1024, ...] = 2
     embed_padding: int | tuple[int, ...] = 1
@@ -376,6 +377,8 @@ class CvTConfig(Architecture):
         super().__post_init__()
         if not self.embed_dim:
             raise UserError("embed_dim is empty; give the width of each stage")
+        if not self.per_stage("depth")[-1]:
+            raise UserError("depth is 0 in the last stage; only a stem has no blocks")
         for name in StageConfig._fields:  # each model is written in one way
             values = self.per_stage(name)
             if name == "drop_path_rate":
@@ -393,7 +396,7 @@ class CvTConfig(Architecture):
             checks.integer("kv_padding", stage.kv_padding, 0, stage.projection_kernel // 2)
             entries = rows * columns * stage.use_pos_embed + channels * stage.embed_kernel**2
             entries += 3 * stage.depth * stage.projection_kernel**2 + self.num_classes
-            ratio = max(stage.mlp_ratio)
+            ratio = max(stage.mlp_ratio, default=0.0)
             _check_parameters(stage.embed_dim, stage.depth, ratio, stage.embed_dim * entries)
             channels = stage.embed_dim
 

@@ -263,7 +263,7 @@ class Stage(nn.Module):
 
     def embed_tokens(self, image: Tensor, grid: Grid) -> Tensor:
         """(B, C_in, H_in, W_in) → input tokens of the first block, (B, p + N, C)."""
-        x = self.embed(image)
+        x = self.embed(image) if self.blocks else F.gelu(self.embed(image))
         if self.pos_embed is not None:
             x = x + base.position_embedding(self.pos_embed, self.native_grid, grid)
         return x if self.cls_token is None else base.prepend_class_token(self.cls_token, x)
