@@ -69,18 +69,21 @@ class ResolvedRun:
         if not len(self.splits.val):
             raise UserError(f"dataset '{config.data.dataset}' has no images to evaluate on")
         self.plan = make_plan(config, len(self.splits.train))
-        classes, trained, batch = self.splits.classes, len(self.splits.train), self.plan.batch_size
-        if len(classes) < 2:
+        if len(self.splits.classes) < 2:
             raise UserError(
-                f"dataset '{self.splits.name}' has {len(classes)} class; a classifier needs at "
-                f"least two: one folder of images per class"
+                f"dataset '{self.splits.name}' has {len(self.splits.classes)} class; a classifier "
+                f"needs at least two: one folder of images per class"
             )
-        sources = {"training": self.splits.train, "validation": self.splits.val}
-        self.notes = class_notes({part: of.counts(classes) for part, of in sources.items()})
-        if batch > trained:
+        self.notes = class_notes(
+            {
+                "training": self.splits.train.counts(self.splits.classes),
+                "validation": self.splits.val.counts(self.splits.classes),
+            }
+        )
+        if self.plan.batch_size > len(self.splits.train):
             self.notes.append(
-                f"a batch of {batch:,} is larger than the training set: every step repeats some "
-                f"of the {trained:,} images"
+                f"a batch of {self.plan.batch_size:,} is larger than the training set: every step "
+                f"repeats some of the {len(self.splits.train):,} images"
             )
         with torch.device("meta"):
             model.reset_classifier(len(self.splits.classes))
