@@ -159,7 +159,8 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
         undecayed |= positional and not config.decay_positions
         gate = own in ("gating", "gating_param")
         factor = config.position_lr_factor if positional or gate else 1.0
-        factor *= config.layer_decay ** (top - layers.get(name, top))
+        if layers:
+            factor *= config.layer_decay ** (top - layers[name])
         matrix = muon and not undecayed and is_matrix(parameter)
         groups.setdefault((factor, not undecayed, matrix), []).append(parameter)
     return [
