@@ -8,9 +8,12 @@ import xml.etree.ElementTree
 
 import pytest
 
+from locality.analysis.pictures import data_url
 from locality.analysis.statistics import estimate
 from locality.errors import UserError
+from locality.figures.maps import map_to_rgb
 from locality.report import build_report
+from locality.report.page import _maps
 
 
 def text_of(page):
@@ -188,6 +191,15 @@ def test_recordings_may_lack_gates(make_run, tmp_path):
         json.dumps({"steps": [0, 9], "epochs": [0.0, 1.0], "layers": curves})
     )
     assert "During training" in build_report([run], tmp_path / "r.html").read_text()
+
+
+def test_a_heads_gate_stands_beside_its_map(attention):
+    _, pictures = attention("convit_nano", 0)
+    first = _maps(pictures, 1)[0]
+    layer = pictures.layers[0]
+    assert [gate for _, gate in first["heads"]] == layer.gates.tolist()
+    shown = [data_url(map_to_rgb(found)) for found in layer.mixed[1]]
+    assert [source for source, _ in first["heads"]] == shown and len({*shown}) == 4
 
 
 def test_bad_input(make_run, tmp_path):
