@@ -35,6 +35,13 @@ def test_each_model_is_written_in_one_way():
     assert CVT_13.with_overrides(mlp_ratio=[4] * 13) == CVT_13
 
 
+def test_each_block_is_built_with_its_own_values():
+    own = {"mlp_ratio": (4.0, 4.0, (2.0, 3.0)), "kv_stride": (2, 2, (1, 2))}
+    blocks = build("cvt_nano", depth=(1, 1, 2), **own).stages[2].blocks
+    assert [block.mlp.fc1.out_features / block.attn.dim for block in blocks] == [2, 3]
+    assert [block.attn.k.conv.stride for block in blocks] == [(1, 1), (2, 2)]
+
+
 def test_values_for_all_stages_for_each_and_for_each_block():
     assert per_stage(CVT_13.with_overrides(kv_stride=1), "kv_stride") == [(1,), (1,) * 2, (1,) * 10]
     assert CVT_13.with_overrides(kv_stride=[1, 2, 1]).stages[1].kv_stride == (2, 2)
