@@ -158,13 +158,15 @@ PHOTOGRAPHS = "benchmarks/results/photographs-nvidia-h200-2026-11-26.json"
 README_NUMBERS = {
     "0.3 M parameters": ("docs/gallery.md", "0.3 M parameters"),
     "240 steps": ("docs/gallery.md", "--steps 240"),
-    "Layer 1's": ("docs/gallery.py", "(1, 1, "),
+    "Layer 1 still": ("docs/gallery.py", "(1, 1, "),
     "95% interval": ("docs/findings.md", "95% interval"),
     "layer 4": ("docs/gallery.py", "(4, 3, "),
+    "0.2 to 0.4 M parameters": (PHOTOGRAPHS, '"parameters": 203086', '"parameters": 373658'),
+    "5% of the images": ("docs/findings.md", "5% of the images"),
     "60,000 photographs": ("docs/recipes.md", "All 60,000 photographs"),
     "0.37 M parameters": (PHOTOGRAPHS, '"parameters": 373658'),
-    "93.9%, CvT 93.8, ConViT 93.2, DeiT 92.8": (PHOTOGRAPHS, "93.93", "93.82", "93.21", "92.76"),
-    "500,\n  3,000 and 10,000 of them": ("docs/choosing.md", "500, 3,000 and 10,000 images"),
+    "93.9%,\n  CvT 93.8, ConViT 93.2, DeiT 92.8": (PHOTOGRAPHS, "93.93", "93.82", "93.21", "92.76"),
+    "500, 3,000 and 10,000 of\n  them": ("docs/choosing.md", "500, 3,000 and 10,000 images"),
     "0.26, 0.56 and 0.89 points": (
         "results/answers.csv",
         "fashion,points,8,8,-0.2625,",
@@ -179,7 +181,6 @@ README_NUMBERS = {
     "81.6, 82.5": ("src/locality_papers/published.yaml", "81.6, 86.7", "82.5, 87.2"),
     "0.76–0.94": ("benchmarks/results/nvidia-h200-2026-11-26.md", "| 0.76× |", "| 0.94× |"),
     "0.93–0.96": ("benchmarks/results/nvidia-h200-2026-11-26.md", "| 0.93× |", "| 0.96× |"),
-    "(commit 340fe45)": ("benchmarks/results/nvidia-h200-2026-11-26.md", "commit 340fe45d8eff"),
 }
 
 
