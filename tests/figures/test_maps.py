@@ -30,6 +30,9 @@ def test_a_row_shows_one_image_or_their_mean_and_boxes_the_query_on_the_keys_gri
     np.testing.assert_allclose(second.images[0].get_array(), layer.mixed[1, 1])
     assert first.patches[0].get_xy() == (1 - 0.5, 2 - 0.5) and first.patches[0].get_width() == 1
     assert [axes.get_title() for axes in (first, second)] == ["gate 0.00", "gate 0.50"]
+    both = panels(maps([("ours", pictures(layer))], [0], heads=2, image=[1, 0]))
+    for axes, image in ((both[1], 1), (both[4], 0)):
+        np.testing.assert_allclose(axes.images[0].get_array(), layer.mixed[image, 0], atol=1e-3)
     (mean, *_) = panels(maps([("ours", pictures(layer))], [0], heads=2, image=None))
     np.testing.assert_allclose(mean.images[0].get_array(), layer.mixed[:, 0].mean(0))
 

@@ -1,10 +1,11 @@
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
 
 from locality.analysis.runs import RecordedRun, baseline_pairs, group, read_runs
 from locality.analysis.statistics import Estimate, estimate, mean_curve
 from locality.figures import charts
-from locality.figures.style import figure_bytes
+from locality.figures.style import family_colour, figure_bytes
 from locality.report import page
 
 
@@ -33,6 +34,22 @@ def test_whiskers_end_at_accuracies_that_there_are(make_run):
     figure = charts.chart(charts.draw_accuracy, group(read_runs(runs)))
     (((low, _), (high, _)),) = figure.axes[0].collections[0].get_segments()
     assert (low, high) == pytest.approx((estimate([94.0, 96.0]).low, 100))
+
+
+def test_a_model_has_its_familys_colour(make_run):
+    runs = [make_run(model, top1=94.0, measured=False) for model in ("convit_nano", "deit_nano")]
+    groups = group(read_runs(runs))
+    axes = charts.chart(charts.draw_accuracy, groups).axes[0]
+    for number, one in enumerate(groups):
+        drawn = [line for line in axes.lines if number in line.get_ydata()]
+        assert {to_hex(line.get_color()) for line in drawn} == {family_colour(one.family)}
+
+
+def test_a_confusion_is_as_opaque_as_its_share_of_the_labels(make_run):
+    matrix = np.array([[3, 1], [0, 2]])
+    axes = charts.chart(charts.draw_confusion, matrix, ["a", "b"]).axes[0]
+    opacity = {cell.get_xy(): cell.get_alpha() for cell in axes.patches}
+    assert opacity == pytest.approx({(0, 0): 0.45, (1, 0): 0.15, (1, 1): 0.6})
 
 
 def test_nonlocality_is_drawn_before_and_after_training(make_run):

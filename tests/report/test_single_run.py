@@ -5,8 +5,12 @@ import re
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from locality.analysis.recording import record
+from locality.analysis.pictures import load_pictures
+from locality.analysis.recording import MISTAKES, record
+from locality.analysis.taps import capture
+from locality.checkpoints import open_model
 from locality.predictions import Predictions
 from locality.report import build_report
 from locality.runs import RunFolder
@@ -78,6 +82,13 @@ def test_training_keeps_what_its_last_evaluation_said(tiny_config, tmp_path):
     assert evaluate_run(run.path)["top1"] == pytest.approx(result["top1"])
     page = build_report([run.path], tmp_path / "r.html").read_text()
     assert page.count('alt="attention of the last layer"') == 20
+    shown = load_pictures(run.path / MISTAKES)
+    model = open_model(run.path)
+    pixels = model.prepare(Image.fromarray(image) for image in shown.images)
+    with capture(model.module()) as views:
+        model.logits(pixels)
+    token = views[-1].maps.mixed[:, :, 0, 1:].mean(dim=1).view(shown.layers[-1].mixed[:, 0].shape)
+    np.testing.assert_allclose(shown.layers[-1].mixed[:, 0], token, atol=1e-3)
 
 
 def test_nothing_lies_beyond_the_edge_of_a_phone(confused, open_page, tmp_path):
