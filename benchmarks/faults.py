@@ -70,7 +70,7 @@ def configuration(model: str, workers: int, accumulate: int, processes: int) -> 
         {
             "model.name": model,
             "model.img_size": 8,
-            "model.overrides": MODELS[model],
+            **{f"model.{name}": value for name, value in MODELS[model].items()},
             "data.fraction": 0.1,
             "data.workers": workers,
             "augment.mixup": 0.8,

@@ -35,7 +35,9 @@ LAUNCHERS = {
     "alone": [],
 }
 SETTINGS = {
-    "model.overrides": {"depth": 2, "gpsa_layers": 1, "embed_dim": 16},
+    "model.depth": 2,
+    "model.gpsa_layers": 1,
+    "model.embed_dim": 16,
     "data.fraction": 0.1,
     "engine.batch_size": 16,
     "engine.precision": "fp32",

@@ -49,17 +49,17 @@ IMAGES: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 # Models on photographs have one more layer; a ResNet halves the size five times.
 OWN: dict[tuple[str, str], dict[str, Any]] = {
-    ("photographs", "convit_nano"): {"model.overrides": {"depth": 5, "gpsa_layers": 3}},
-    ("photographs", "deit_nano"): {"model.overrides": {"depth": 5}},
+    ("photographs", "convit_nano"): {"model.depth": 5, "model.gpsa_layers": 3},
+    ("photographs", "deit_nano"): {"model.depth": 5},
     ("photographs", "cvt_nano"): {
         "model.patch_size": None,
-        "model.overrides": {"embed_stride": [2, 2, 1]},
+        "model.embed_stride": [2, 2, 1],
     },
     ("digits", "timm/test_resnet"): {"model.img_size": 32},
     ("digits-half", "timm/test_resnet"): {"model.img_size": 32},
     # 4×4 tokens, as the transformers have.
-    ("digits", "timm/cct_2"): {"model.img_size": 16, "model.overrides": {"pixels": 16}},
-    ("digits-half", "timm/cct_2"): {"model.img_size": 16, "model.overrides": {"pixels": 16}},
+    ("digits", "timm/cct_2"): {"model.img_size": 16, "model.pixels": 16},
+    ("digits-half", "timm/cct_2"): {"model.img_size": 16, "model.pixels": 16},
     ("photographs", "timm/test_resnet"): {"model.patch_size": None},
     ("photographs", "timm/cct_2"): {"model.patch_size": None},
 }

@@ -131,8 +131,10 @@ class RunFolder:
             raise UserError(f"{self.path} is not a run folder: it has no config.yaml") from None
         checks.shaped(str(self.config_file), content, dict(wanted))
         model = content.get("model") if isinstance(content, dict) else None
-        if isinstance(model, dict) and isinstance(model.get("overrides"), dict):
-            model |= model.pop("overrides")  # earlier versions kept the model's own settings here
+        if isinstance(model, dict):  # earlier versions kept these here
+            moved = {name: model.pop(name) for name in ("weights", "entry") if name in model}
+            content |= moved
+            model |= model.pop("overrides", {})
         return content
 
     def read_result(self, whole: bool = False) -> dict[str, Any] | None:

@@ -1,7 +1,8 @@
 """Configurations as plain values and YAML, and their differences.
 
 A configuration is a frozen dataclass: annotations are types with bounds (`locality.checks`), the
-docstring is the help. `OPEN` names the field that collects settings other than its own.
+docstring is the help. The settings of a field that has several types, a model's, are those of its
+value.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from locality.files import parse_yaml
 
 T = TypeVar("T")
 
-Role = Literal["how", "label", "sample", "incidental", "run", "interface", "training"]
+Role = Literal["how", "label", "sample", "incidental", "run", "interface", "data", "training"]
 """The role of a setting, in its field's metadata; most have none.
 
     how         how a run is computed; may change on resuming, not part of a run's identity
@@ -31,26 +32,43 @@ Role = Literal["how", "label", "sample", "incidental", "run", "interface", "trai
     sample      images and random numbers; runs of one group differ in it
     incidental  outputs and rounding; runs of one group may differ in it
     run         folder of another run, identified by its name and not its location
-    interface   of a model: sizes of inputs and outputs, to which weights can be adapted
+    interface   of a model: size of its images, to which weights can be adapted
+    data        of a model: the same, decided by the data and so not a setting of a run
     training    of a model: no effect on the function of trained weights
 """
 
 
 class Setting(NamedTuple):
-    """A setting of a configuration: type, help text from the class's docstring, and role."""
+    """A setting of a configuration: type, default, help from the class's docstring, and role."""
 
     hint: Any
+    default: Any
     text: str
-    role: Role | None = None
+    role: Role | None
 
 
-def settings_of(cls: Any, prefix: str = "") -> dict[str, Setting]:
-    """The settings of a configuration dataclass and its groups, by dotted name."""
-    return _settings_of(cls, prefix)
+def settings_of(config: Any, prefix: str = "") -> dict[str, Setting]:
+    """The settings of a configuration, or of a class of them, and its groups, by dotted name."""
+    found: dict[str, Setting] = {}
+    for name, setting in _own_settings(
+        config if isinstance(config, type) else type(config)
+    ).items():
+        value = getattr(config, name, None)
+        groups = [value] if dataclasses.is_dataclass(value) else _groups(setting.hint)
+        if not groups:
+            found[prefix + name] = setting
+        for group in groups:
+            found |= settings_of(group, f"{prefix}{name}.")
+    return found
+
+
+def _groups(hint: Any) -> list[Any]:
+    parts = (hint, *typing.get_args(hint))
+    return [part for part in parts if dataclasses.is_dataclass(part)]
 
 
 @cache
-def _settings_of(cls: Any, prefix: str) -> dict[str, Setting]:
+def _own_settings(cls: Any) -> dict[str, Setting]:
     sections = (inspect.cleandoc(base.__doc__ or "") for base in reversed(cls.__mro__))
     texts = {
         name: " ".join(text.split())
@@ -60,14 +78,17 @@ def _settings_of(cls: Any, prefix: str) -> dict[str, Setting]:
         )
         for name in names.split(", ")
     }
-    hints, found = type_hints(cls, include_extras=True), dict[str, Setting]()
-    for field in dataclasses.fields(cls):
-        name, hint = field.name, hints[field.name]
-        if dataclasses.is_dataclass(hint):
-            found |= settings_of(hint, f"{prefix}{name}.")
-        elif name != getattr(cls, "OPEN", None):
-            found[prefix + name] = Setting(hint, texts.get(name, ""), field.metadata.get("role"))
-    return found
+    hints = type_hints(cls, include_extras=True)
+    return {
+        field.name: Setting(
+            hints[field.name],
+            _plain(field.default),
+            texts.get(field.name, ""),
+            field.metadata.get("role"),
+        )
+        for field in dataclasses.fields(cls)
+        if field.metadata.get("role") != "data"
+    }
 
 
 def setting(default: Any, role: Role) -> Any:
@@ -97,12 +118,7 @@ def check(config: Any, prefix: str = "") -> None:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """A configuration as nested plain values: dictionaries, lists, numbers, strings, None."""
-    values = {name: _plain(value) for name, value in _values(config).items()}
-    return values | values.pop(getattr(config, "OPEN", ""), {})
-
-
-def _values(config: Any) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {name: _plain(getattr(config, name)) for name in _own_settings(config.__class__)}
 
 
 def _plain(value: Any) -> Any:
@@ -135,7 +151,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
         dotted = f"{path}.{name}" if path else str(name)
         if dataclasses.is_dataclass(hints.get(name)) and not isinstance(value, hints[name]):
             given[name] = from_dict(hints[name], value, dotted)
-        elif name in hints or hasattr(cls, "OPEN"):
+        elif name in hints:
             given[str(name)] = value
         elif (name, value) not in getattr(cls, "REMOVED", ()):
             first, *_ = [*flatten({dotted: value}), dotted]
@@ -153,7 +169,8 @@ def replace(config: T, changes: Mapping[str, Any], path: str = "") -> T:
     Example:
         >>> replace(recipe(), {"optim.lr": 1e-3, "model.locality_strength": 2.0})
     """
-    values, groups = _values(config), dict[str, dict[str, Any]]()
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}  # type: ignore[arg-type]
+    groups = dict[str, dict[str, Any]]()
     for dotted, value in changes.items():
         group, _, name = dotted.partition(".")
         if name and dataclasses.is_dataclass(values.get(group)):
@@ -161,7 +178,10 @@ def replace(config: T, changes: Mapping[str, Any], path: str = "") -> T:
         else:
             values[dotted] = value
     for group, inner in groups.items():
-        values[group] = replace(values[group], inner, f"{path}.{group}" if path else group)
+        if change := getattr(config, f"change_{group}", None):
+            values[group] = change(inner)
+        else:
+            values[group] = replace(values[group], inner, f"{path}.{group}" if path else group)
     return from_dict(type(config), values, path)
 
 

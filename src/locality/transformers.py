@@ -29,7 +29,8 @@ from locality.errors import UserError, prefix_errors, require
 from locality.layers import fast
 from locality.layers.block import Block
 from locality.models.base import ImageClassifier
-from locality.models.factory import build, named
+from locality.models.factory import build
+from locality.models.variants import named
 from locality.settings import from_dict
 
 require("locality.transformers", "locality[transformers]", "transformers")
@@ -82,7 +83,7 @@ class LocalityConfig(PreTrainedConfig):
         self, labels: list[str] | None = None, written_by: str | None = None, **kwargs: Any
     ) -> None:
         if self.architecture is None:
-            held = Checkpoint(named(str(self.name), {}), {}, self.name)
+            held = Checkpoint(named(str(self.name)), {}, self.name)
             self.architecture = held.describe()["architecture"]
         if self.id2label is None and labels is not None:
             self.id2label = dict(enumerate(labels))

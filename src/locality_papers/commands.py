@@ -7,7 +7,7 @@ from pathlib import Path
 
 from locality import checks
 from locality.commands.parsing import Parser, first_word, peek
-from locality.commands.train import SHORT, architecture_settings
+from locality.commands.train import add_run_settings
 from locality.errors import UserError, lookup, unknown
 from locality.files import read_yaml
 from locality.settings import replace
@@ -77,8 +77,7 @@ def search(arguments: Sequence[str]) -> None:
     parser.add("--dry_run", False, "check everything, print the cost and exit")
     parser.add("--quiet", False, "print nothing")
     parser.add_settings(config, skip={"run"})
-    others = architecture_settings(arguments, config.run)
-    parser.add_settings(config.run, others=others, short=SHORT)
+    add_run_settings(parser, config.run, arguments)
     options = parser.read(arguments)
     if resumed and parser.settings:
         names = ", ".join(parser.settings)

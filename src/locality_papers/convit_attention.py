@@ -217,12 +217,11 @@ def figure_3(t: Experiment, s: Scale) -> None:
         "paper's order. Self-attention (b) follows shapes, PSA at α = 0.5 (c) and 2 (d) positions."
     )
     config = s.runs("ConViT-S", seeds=s.seeds[:1])[0].config
-    name, fields = config.model.name, config.model.overrides
 
     def draw() -> Any:
-        shape = config.model.architecture
-        image, heads = validation_sample(config, shape.img_size, 1), corner_heads(shape.num_heads)
-        return maps.initial_maps(image, name, fields, seed=config.seed, heads=heads)
+        model: Any = config.model
+        image, heads = validation_sample(config, model.img_size, 1), corner_heads(model.num_heads)
+        return maps.initial_maps(image, model, seed=config.seed, heads=heads)
 
     t.draw = draw
 

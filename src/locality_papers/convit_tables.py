@@ -149,7 +149,7 @@ def add_taught(t: Experiment, s: Scale, key: Key, measure: Measure, role: str) -
             return
         settings: dict[str, Any] = {
             "model.name": s.teacher,
-            "model.img_size": base.model.architecture.img_size,
+            "model.img_size": base.model.img_size,
             "model.patch_size": None,
             "data.root": s.root_of(base.data.dataset),
             "data.train_part": (seen, 1.0),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from locality.models.variants import named
 from locality.runner.runs import Run
 from locality.training import recipe, replace
-from locality.training.config import ModelConfig
 from locality_papers import published
 from locality_papers.convit_curves import add_accuracy_by_size
 from locality_papers.experiment import STANDARD, Column, Experiment, experiment, minus
@@ -47,7 +47,7 @@ def _add_row(t: Experiment, s: Scale, row: str) -> None:
         count_role(t, s, row, row)
         t.run(row, "top1", TOP1, row, seeds=s.few_seeds if row == "DeiT-B" else s.seeds)
     elif row.startswith("CvT"):
-        config = ModelConfig(PAPERS_MODELS[row.partition("↑")[0]], img_size=384)
+        config = named(PAPERS_MODELS[row.partition("↑")[0]], img_size=384)
         count(t, row, lambda: (config, 1000))
         _add_fine_tuned(t, s, row)
     else:
@@ -66,7 +66,7 @@ def pretrained(s: Scale, role: str, seed: int) -> Run:
 def tuned(s: Scale, start: Run, target: str) -> Run:
     """The run that fine-tunes the weights of `start` at 384 pixels."""
     model, seed = start.config.model.name, start.config.seed
-    chosen = {"model.name": model, "model.weights": str(start.folder), "seed": seed}
+    chosen = {"model.name": model, "weights": str(start.folder), "seed": seed}
     place = {"data.dataset": target, "data.root": s.root_of(target)}
     config = recipe("finetune_384", chosen | place)
     return s.run(config, f"{model} at 384 px on {target} seed {seed}", (start,))
@@ -118,7 +118,7 @@ def _transfer_of_classes(t: Experiment, s: Scale, classes: int) -> None:
         runs: dict[str, list[Run]] = {"new classes": [], "digits, more pixels": []}
         for start in s.runs(role, seeds=s.few_seeds, data__first_classes=classes):
             model, schedule = start.config.model, start.config.schedule
-            side = model.architecture.img_size
+            side = model.img_size
             assert isinstance(side, int) and schedule.steps is not None
             larger: dict[str, Any] = {
                 "data.dataset": "digits",
@@ -129,7 +129,7 @@ def _transfer_of_classes(t: Experiment, s: Scale, classes: int) -> None:
             config = replace(
                 dataclasses.replace(start.config, optim=tuning),
                 {
-                    "model.weights": str(start.folder),
+                    "weights": str(start.folder),
                     "schedule.steps": schedule.steps // 5,
                     "schedule.warmup": schedule.warmup / 5,
                     "schedule.eval_every": schedule.eval_every / 5,

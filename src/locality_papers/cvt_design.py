@@ -11,7 +11,7 @@ from torch import nn
 
 from locality.models import build
 from locality.models.cvt import Projection
-from locality.training.config import ModelConfig
+from locality.models.variants import named
 from locality_papers import diagrams, published
 from locality_papers.experiment import A_POINT, STANDARD, Column, Effect, Experiment, experiment
 from locality_papers.measures import TOP1, count, count_role
@@ -60,7 +60,7 @@ def table_2(t: Experiment, s: Scale) -> None:
     t.about = "The papers' models at 224 pixels; independent of the scale."
     t.columns = {"parameters": STANDARD["parameters"], "flops": Column("GMACs", "G", 2)}
     for row in (*published.rows("cvt/table-2"), "DeiT-S", "DeiT-B"):
-        config = ModelConfig(PAPERS_MODELS[row])
+        config = named(PAPERS_MODELS[row])
         count(t, row, partial(tuple, (config, 1000)))
     claims = {
         ("CvT-13", "DeiT-S", "parameters"): 9.0,

@@ -19,7 +19,7 @@ from locality.analysis.recording import measure_trajectory
 from locality.checkpoints import load, open_model
 from locality.errors import UserError
 from locality.runner.runs import Run
-from locality.training.config import ModelConfig, RunConfig, ScheduleConfig
+from locality.training.config import RunConfig, ScheduleConfig
 from locality.training.cost import forward_macs, image_counts, parameters
 from locality.training.devices import resolve_accelerator
 from locality.training.evaluation import evaluate_opened
@@ -197,7 +197,7 @@ def count(t: Experiment, row: str, model: Callable[[], Any]) -> None:
 def count_role(t: Experiment, s: Scale, row: str, role: str, **choices: Any) -> None:
     """The same of a role's model, or why the scale has none."""
 
-    def model() -> tuple[ModelConfig, int]:
+    def model() -> tuple[Any, int]:
         config = s.runs(role, seeds=s.seeds[:1], **choices)[0].config
         return config.model, image_counts(config)[2]
 

@@ -190,8 +190,9 @@ def _measure_when_done(
                 wanted.setdefault(run.folder, {})[cell.measure.name] = cell.measure
 
     def take(outcome: Outcome) -> None:
-        record = None if outcome.error is not None else known.find(outcome.run)
-        for measure in wanted.get(outcome.run.folder, {}).values() if record else ():
+        measures = wanted.get(outcome.run.folder)  # None for weights that a run starts from
+        record = known.find(outcome.run) if measures and outcome.error is None else None
+        for measure in (measures or {}).values() if record else ():
             with contextlib.suppress(*EMPTY):  # reported in its cell
                 measure(outcome.run, record or {})
 

@@ -19,7 +19,7 @@ from typing import Any
 from locality.data.config import DATASETS
 from locality.errors import UserError, check_known, lookup
 from locality.files import read_yaml
-from locality.models import variant
+from locality.models.variants import named
 from locality.runner.runs import TRAIN, Run, content_folder
 from locality.settings import from_dict
 from locality.training import RunConfig, recipe, replace
@@ -156,7 +156,7 @@ class Scale:
                 role,
                 seeds=(net.config.seed,),
                 needs=(net,),
-                model__weights=str(net.folder),
+                weights=str(net.folder),
                 **choices,
             )
         )
@@ -174,7 +174,7 @@ class Scale:
     def architecture(self, role: str) -> Any:
         """The architecture configuration of a role's model."""
         name, own = self.models[role]
-        return variant(name).config.with_overrides(**dict(own))
+        return named(name, **own)
 
     def called(self, role: str) -> str:
         """The name of a role's model, with the role in brackets if the models differ."""

@@ -22,10 +22,9 @@ import pandas as pd
 
 from locality.errors import UserError, wrap_errors
 from locality.files import LARGEST_TEXT, gunzip, parse_json, read_json, write_atomic
-from locality.models.variants import PREFIX
 from locality.runner.runs import Run
 from locality.runs import RunFolder
-from locality.settings import flatten, to_dict, with_role
+from locality.settings import flatten, settings_of, to_dict, with_role
 from locality.training import RunConfig
 from locality.training.config import read_config
 
@@ -47,11 +46,7 @@ def settings_by_name(config: RunConfig) -> dict[str, Any]:
 
     Of a folder only the name counts, which identifies a run wherever it lies.
     """
-    values = to_dict(config)
-    if not config.model.name.startswith(PREFIX):
-        own = to_dict(config.model.architecture)
-        values["model"] = {"name": config.model.name, "weights": config.model.weights, **own}
-    flat = {name: x for name, x in flatten(values).items() if name not in _IGNORED}
+    flat = {name: x for name, x in flatten(to_dict(config)).items() if name not in _IGNORED}
     for name in _PATHS & flat.keys():
         flat[name] = flat[name] and Path(flat[name]).name
     plain: dict[str, Any] = json.loads(json.dumps(flat))
@@ -121,24 +116,17 @@ class Recorded:
 
     def _in_file(self, run: Run) -> Record | None:
         wanted = settings_by_name(run.config)
+        # A setting that a recorded run did not know has its default.
+        defaults = {name: of.default for name, of in settings_of(run.config).items()}
         for record in self._by_kind.get(_kind(wanted), ()):
-            if all(_alike(name, wanted[name], record["config"]) for name in wanted):
+            known = defaults | record["config"]
+            if all(known.get(name) == value for name, value in wanted.items()):
                 return record
         return None
 
 
 def _kind(config: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(config.get(name) for name in ("model.name", "data.fraction", "seed"))
-
-
-_DEFAULTS = flatten(to_dict(RunConfig()))
-
-
-def _alike(name: str, value: Any, recorded: Mapping[str, Any]) -> bool:
-    """Whether a recorded run has this setting; one it did not know has its default."""
-    if name in recorded:
-        return bool(recorded[name] == value)
-    return name not in _DEFAULTS or bool(_DEFAULTS[name] == value)
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def test_the_entry_is_chosen_wherever_weights_are_given(tmp_path, capsys):
         locality.create_model("convit_nano", **given)
     made = locality.create_model("convit_nano", entry="state_dict_ema", **given)
     torch.testing.assert_close(made.head.weight, 0.5 * model.head.weight)
-    words = ["train", "digits", "--model", "convit_nano", "--model.weights", str(path)]
+    words = ["train", "digits", "--model", "convit_nano", "--weights", str(path)]
     words += ["--schedule.steps", "2", "--schedule.warmup", "0", "--quiet"]
     words += ["--output", str(tmp_path / "run")]
     assert main(words) == 2

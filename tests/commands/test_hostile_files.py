@@ -358,7 +358,7 @@ GROUPS: dict[tuple[str, str], dict[str, Damage]] = {
         "a folder": folder("settings.yaml"),
     },
     (TRAIN, "depth"): {
-        "1e8": write("settings.yaml", "model: {overrides: {depth: 100000000}}"),
+        "1e8": write("settings.yaml", "model: {depth: 100000000}"),
     },
     (TRAIN, "img_size"): {"1e9": write("settings.yaml", "model: {img_size: 1000000000}")},
     ("search --resume found", "search.yaml"): {"merge keys": write("found/search.yaml", MERGED)},
@@ -422,7 +422,7 @@ GROUPS: dict[tuple[str, str], dict[str, Damage]] = {
         for content in (
             *("[1]", "model: 5\n", "model: {name: 5}\n", MERGED),
             "{model: {name: convit_nano}, input: 5}",
-            "{model: {name: convit_nano, overrides: [1]}}",
+            "{model: {name: convit_nano, depth: [1]}}",
         )
     },
 }
@@ -462,7 +462,7 @@ PATHS = {
             "data check fifo",
             "train --data table --data.root fifo --dry_run --output other",
             "train --data arrow --data.root fifo --dry_run --output other",
-            "train digits --model.weights fifo --dry_run --output other",
+            "train digits --weights fifo --dry_run --output other",
             "report fifo",
             "train --resume fifo",
         ),

@@ -34,8 +34,8 @@ MISTAKES = [
     ("finetune photos --optim.learning_rate 1", "--optim.lr"),
     ("predict photos --output no/pred.csv --model runs/photos", "folder no"),
     ("train --model.img_size 9", "9×9"),
-    ("train --model.weights nope.pth", "nope.pth"),
-    ("train --model.weights runs/photo", "runs/photos"),
+    ("train --weights nope.pth", "nope.pth"),
+    ("train --weights runs/photo", "runs/photos"),
     ("train --model.depth", "--model.depth"),
     ("train --model.depth x", "model.depth is 'x'"),
     ("train --augment.scale [a,1]", "item 1"),
@@ -61,7 +61,7 @@ MISTAKES = [
     ("train digits --resume runs/photos", "digits"),
     (
         "train --resume runs/photos --schedule.steps 90",
-        "locality train --config runs/photos/config.yaml --model.weights runs/photos "
+        "locality train --config runs/photos/config.yaml --weights runs/photos "
         "--output runs/photos-longer --schedule.steps 90",
     ),
     ("train --resume runs/photos --epochs 3", "--schedule.steps null --schedule.epochs 3"),
@@ -112,10 +112,10 @@ MISTAKES = [
 WAYS = {
     "models": "",
     "models --pretrained": "",
-    "train": "images_per_second",
-    "train photos": "images_per_second config",
-    "train --dry_run": "record quiet",
-    "train --resume runs/photos": "images_per_second output config minutes seed",
+    "train": "images_per_second entry",
+    "train photos": "images_per_second config entry",
+    "train --dry_run": "record quiet entry",
+    "train --resume runs/photos": "images_per_second output config minutes seed weights entry",
     "eval runs/photos": "entry",
     "predict photos --model runs/photos": "entry",
     "predict photos --model runs/photos --output out.csv": "top json entry",

@@ -140,7 +140,7 @@ def test_a_refused_run_is_unchanged(kind, run, request, cli):
 def test_a_refused_new_run_has_no_folder(kind, prepared, tmp_path, monkeypatch, cli):
     shutil.copytree(prepared / "photos", tmp_path / "photos")
     monkeypatch.chdir(tmp_path)
-    words = {"no teacher": "--objective.teacher=nowhere", "absent weights": "--model.weights=no"}
+    words = {"no teacher": "--objective.teacher=nowhere", "absent weights": "--weights=no"}
     if kind == "damaged image":
         Path("photos/val/cat/000.png").write_bytes(b"no image")
     cli(*TRAIN, *([words[kind]] if kind in words else []), code=2)

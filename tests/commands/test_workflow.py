@@ -130,9 +130,9 @@ def test_settings_from_a_file_and_by_name(tmp_path):
 
 def test_the_models_settings_in_a_group_are_all_of_them(tmp_path):
     """As the config.yaml of a run of an earlier version has them."""
-    (tmp_path / "config.yaml").write_text("model: {overrides: {depth: 2}}")
+    (tmp_path / "config.yaml").write_text("model: {depth: 2}")
     config, _ = read_run(["convit_cifar", "--config", str(tmp_path / "config.yaml")])
-    assert config.model.overrides == {"depth": 2}
+    assert config.model.depth == 2
 
 
 def test_data_check(tmp_path, class_folders, cli):
@@ -160,8 +160,8 @@ def test_the_demo_ends_in_a_report(tmp_path, cli):
         ("finetune_384 --data pets", recipe("finetune_384", {"data.dataset": "pets"})),
         ("finetune_384 --data table", recipe("finetune_384", {"data.dataset": "table"})),
         ("finetune_384 --model cvt_21", recipe("finetune_384", {"model.name": "cvt_21"})),
-        ("finetune_384 --model cvt_w24 --model.weights w/x",
-         recipe("finetune_384", {"model.name": "cvt_w24", "model.weights": "w/x"})),
+        ("finetune_384 --model cvt_w24 --weights w/x",
+         recipe("finetune_384", {"model.name": "cvt_w24", "weights": "w/x"})),
         ("digits --data.fold 0,2 --model.img_size 8,16",
          recipe("digits", {"data.fold": (0, 2), "model.img_size": (8, 16)})),
     ],
@@ -288,7 +288,7 @@ def test_a_run_goes_on_with_its_own_settings(tmp_path, cli):
     refused = cli("train", "--resume", folder, "--schedule.steps=6", "--quiet", code=2).err
     cli("train", *shlex.split(refused.split("locality train ")[1]))
     longer = read_config(f"{folder}-longer")
-    assert (longer.seed, longer.schedule.steps, longer.model.weights) == (3, 6, str(folder))
+    assert (longer.seed, longer.schedule.steps, longer.weights) == (3, 6, str(folder))
 
 
 def test_a_short_run_has_a_short_warm_up(cli):
@@ -308,7 +308,7 @@ def test_images_that_are_not_square_from_training_to_fine_tuning(tmp_path, class
     cli("convert", runs[0], tmp_path / "saved")
     cli("finetune", photos, *short, "--from", tmp_path / "saved", "--output", runs[1])
     for run in runs:
-        assert read_config(run).model.architecture.img_size == (16, 32)
+        assert read_config(run).model.img_size == (16, 32)
     found = cli("eval", runs[1], "--img_size", "[32,32]", "--json").out
     assert json.loads(found)["n"] == 2
 
@@ -319,7 +319,7 @@ def test_images_that_are_not_square_from_training_to_fine_tuning(tmp_path, class
         (["--engine.batch_size=15", "--engine.accumulate=4"], "multiple of 4"),
         (["--fraction=0.001"], "without images"),
         (["--data=cifar10", "--data.root=nowhere"], "nowhere"),
-        (["--model.overrides.gpsa_layer=2"], "model.gpsa_layers"),
+        (["--model.gpsa_layer=2"], "model.gpsa_layers"),
         (["--schedule.warmup=5000"], "warmup"),
         (["--objective.teacher=regnetx_9999"], "regnetx_9999"),
     ],

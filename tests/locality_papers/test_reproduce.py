@@ -328,7 +328,7 @@ def test_transfer_starts_from_other_classes_and_resamples_position_embeddings(
     (found,) = reproduce("cvt/table-4", scale, tmp_path, executor=here, quiet=True)
     assert len(cells(found)) == 4 and is_filled(found)
     started = [run for run in here.performed if run.needs and "deit" in run.name]
-    assert [run.config.model.architecture.img_size for run in started] == [14, 18]
+    assert [run.config.model.img_size for run in started] == [14, 18]
     assert [run.config.data.skip_classes for run in started] == [7, 0]
     tuned = [run for run in here.performed if run.needs]
     assert {run.config.optim.name for run in tuned} == {"sgd"}

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from locality.models.config import CvTConfig
-from locality.models.factory import TimmConfig, describe, named
-from locality.models.variants import VARIANTS, variant
+from locality.models.config import CvTConfig, TimmConfig
+from locality.models.variants import VARIANTS, named, nearest, variant
+from locality.settings import to_dict
 
 STAGES = {"embed_dim": (8, 16), "num_heads": (1, 2), "depth": 1, "mlp_ratio": 2.0}
 CONFIGS = {
@@ -22,15 +22,13 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("key", CONFIGS)
-def test_a_configuration_is_made_from_its_description(key):
+def test_a_configuration_is_made_from_its_name_and_settings(key):
     config = CONFIGS[key]
-    name, fields = describe(config)
-    ends = ("img_size", "in_chans", "num_classes")
-    made = named(name, fields | {end: getattr(config, end) for end in ends})
-    assert dataclasses.asdict(made) == dataclasses.asdict(config)
-    assert key not in VARIANTS or (name == key and not fields) or config == variant(name).config
+    values = to_dict(config) | {"name": config.name or nearest(config)}
+    ends = {end: getattr(config, end) for end in ("in_chans", "num_classes")}
+    assert named(**values, **ends) == config
 
 
 def test_the_nearest_model_is_the_one_with_the_fewest_differences():
-    assert describe(CONFIGS["deeper"]) == ("convit_nano", {"depth": 5, "gpsa_layers": 2})
-    assert describe(CONFIGS["deeper"], "convit_tiny")[0] == "convit_tiny"
+    assert nearest(CONFIGS["deeper"]) == "convit_nano"
+    assert nearest(dataclasses.replace(CONFIGS["two stages"])).startswith("cvt_")

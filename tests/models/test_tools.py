@@ -111,7 +111,8 @@ def test_low_rank_adapters_train_and_merge(any_model, images):
 
 
 def test_peft_trains_every_adapter(any_model, images):
-    peft = pytest.importorskip("peft")
+    import peft
+
     names = ["q.linear", "k.linear", "v.linear"] if hasattr(any_model, "stages") else ["qkv"]
     config = peft.LoraConfig(target_modules=[*names, "proj"], r=4, init_lora_weights=False)
     adapted = peft.get_peft_model(any_model, config)

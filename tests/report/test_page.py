@@ -122,7 +122,7 @@ def test_folds_of_one_seed_have_widened_intervals(make_run, tmp_path):
 
 
 def test_ablations_of_one_model_are_told_apart(make_run, tmp_path):
-    frozen = {"model.overrides": {"gating_init": 0.0, "freeze_gating": True}}
+    frozen = {"model.gating_init": 0.0, "model.freeze_gating": True}
     runs = [make_run("convit_nano"), make_run("convit_nano", folder="frozen", settings=frozen)]
     text = build_report(runs, tmp_path / "r.html").read_text()
     assert "gating_init=0.0, freeze_gating=True" in text

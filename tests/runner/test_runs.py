@@ -11,7 +11,6 @@ from locality import settings
 from locality.files import parse_yaml
 from locality.runner.runs import Run, content_folder, digest
 from locality.training import RunConfig, recipe, replace, train
-from locality.training.config import model_settings
 
 
 def test_folders_are_shared_by_runs_that_do_the_same_and_by_no_others(tmp_path, tiny_config):
@@ -38,7 +37,8 @@ def test_folders_are_shared_by_runs_that_do_the_same_and_by_no_others(tmp_path, 
     ],
 )
 def test_one_value_is_one_identity_however_written(tiny_config, name, written, values):
-    known, config = settings.settings_of(RunConfig) | model_settings("convit_nano"), tiny_config()
+    config = tiny_config()
+    known = settings.settings_of(config)
     parsed = [settings.parse(text, known[name].hint, name) for text in written]
     group, _, own = name.partition(".")
     made = [replace(config, {name: value}) for value in (*values, *parsed)]
@@ -50,33 +50,33 @@ def test_one_value_is_one_identity_however_written(tiny_config, name, written, v
 
 
 IDENTITIES = """\
-089e8d7e2242 defaults
-55c725499254 digits
-3647d747d97f fashion_mnist
-eaf30235bfd7 convit_cifar
-a6d5297a6f18 cvt_cifar
-ccf1e2d531a2 deit_300
-3cebdc2960f3 deit_300_plus
-5e77bf6d13f2 distill_hard
-f759c22d22ec subset
-f8db07a61059 imagenet100
-21b1675a4f1d cifar100_224
-c67e870485d0 cvt_300
-741056824581 cvt_22k
-ebcc292482aa finetune_384
-dee63658120c digits {seed: 7, data.fraction: 0.05}
-9916f97bce1f digits {model.name: deit_nano, data.part: [0.25, 1.0]}
-d860d424dedc digits {model.locality_strength: 2.0}
-7207fc4587fd digits {model.locality_strength: 1.0, model.gating_init: 0}
-85ebc798db96 digits {model.name: cvt_nano, model.kv_stride: 1}
-2540da3ea3fc digits {model.name: cvt_nano, model.mlp_ratio: [2.0, 4.0, 4.0]}
-61db7485cd80 digits {model.name: timm/resnet18, model.drop_rate: 0.1}
-ebb1ca8c5c48 digits {model.weights: runs/digits/a, optim.layer_decay: 0.75}
-f796cf5d1773 digits {objective.teacher: runs/digits/a, objective.distillation: soft}
-55c725499254 digits {engine.devices: 2, engine.accumulate: 2, data.workers: 4, recipe: other}
-25a66db93c4e digits {schedule.eval_every: 75, schedule.snapshot_every: 100, engine.compile: true}
-4d974b5b6649 digits {data.fold: [0, 5], data.split_seed: 3, data.subset_seed: 2}
-4035f3f34d50 fashion_mnist {model.patch_size: 2, optim.betas: [0.9, 0.95], optim.eps: 1.0e-7}
+445c6caeca51 defaults
+2cbe156919e4 digits
+56eb12ec3d2c fashion_mnist
+248cb8a3360e convit_cifar
+faf478ee1ea2 cvt_cifar
+f19355b690f9 deit_300
+dbaeabb033b4 deit_300_plus
+66e5dc1be3d3 distill_hard
+1f903f342794 subset
+fcb860ae883a imagenet100
+915c14c2836c cifar100_224
+e26ee6762184 cvt_300
+3c75ec9e15e9 cvt_22k
+32a55e27e8b2 finetune_384
+966723668c16 digits {seed: 7, data.fraction: 0.05}
+6cd6958c37ba digits {model.name: deit_nano, data.part: [0.25, 1.0]}
+24ab61fd014d digits {model.locality_strength: 2.0}
+d27d1342ad4b digits {model.locality_strength: 1.0, model.gating_init: 0}
+02a1c10515cf digits {model.name: cvt_nano, model.kv_stride: 1}
+b81ba2d158d9 digits {model.name: cvt_nano, model.mlp_ratio: [2.0, 4.0, 4.0]}
+05c162ae9d1d digits {model.name: timm/resnet18, model.drop_rate: 0.1}
+9d2f024dad88 digits {weights: runs/digits/a, optim.layer_decay: 0.75}
+ae419350a8b4 digits {objective.teacher: runs/digits/a, objective.distillation: soft}
+2cbe156919e4 digits {engine.devices: 2, engine.accumulate: 2, data.workers: 4, recipe: other}
+cca11cc7e8ac digits {schedule.eval_every: 75, schedule.snapshot_every: 100, engine.compile: true}
+57ee53faaffc digits {data.fold: [0, 5], data.split_seed: 3, data.subset_seed: 2}
+fd4dcbe0a7bc fashion_mnist {model.patch_size: 2, optim.betas: [0.9, 0.95], optim.eps: 1.0e-7}
 """
 
 
@@ -104,6 +104,15 @@ def test_the_identity_of_a_configuration_never_changes(row):
     assert digest(replace(config, parse_yaml("".join(changes) or "{}", ""))) == identity
 
 
+def test_numbers_of_a_timm_model_are_one_setting_however_written():
+    config = recipe("digits", {"model.name": "timm/resnet18"})
+    made = [replace(config, {"model.drop_rate": value}) for value in (0, 0.0, "0.0", "0e1")]
+    assert len({digest(each) for each in made}) == 1
+    assert digest(replace(config, {"model.drop_rate": "1e-1"})) == digest(
+        replace(config, {"model.drop_rate": 0.1})
+    )
+
+
 def test_where_a_needed_run_lies_does_not_matter_but_which_it_is_does(tiny_config):
     config = tiny_config()
     taught = [
@@ -125,13 +134,13 @@ def test_a_run_is_finished_by_the_result_of_its_own_configuration_alone(tmp_path
 
 
 def test_a_run_whose_donor_has_moved_is_still_finished(tmp_path, tiny_config):
-    config = tiny_config(model__weights="here/donor-123")
+    config = tiny_config(weights="here/donor-123")
     run = Run("", config, content_folder(tmp_path, config))
     run.folder.mkdir()
     (run.folder / "config.yaml").write_text(settings.to_yaml(config))
     (run.folder / "result.json").write_text(json.dumps({"model": config.model.name}))
-    moved = replace(config, {"model.weights": str(tmp_path / "there" / "donor-123")})
+    moved = replace(config, {"weights": str(tmp_path / "there" / "donor-123")})
     assert content_folder(tmp_path, moved) == run.folder
     assert Run("", moved, run.folder).is_finished()
-    other = replace(config, {"model.weights": "here/donor-456"})
+    other = replace(config, {"weights": "here/donor-456"})
     assert not Run("", other, run.folder).is_finished()

@@ -19,7 +19,10 @@ from locality.training.loop import Loop
 
 # Two blocks, one of them GPSA, 16 wide: a step takes 2 ms.
 TINY_MODEL = {
-    "model.overrides": {"depth": 2, "gpsa_layers": 1, "embed_dim": 16, "drop_path_rate": 0.2},
+    "model.depth": 2,
+    "model.gpsa_layers": 1,
+    "model.embed_dim": 16,
+    "model.drop_path_rate": 0.2,
     "engine.tensorboard": False,
     "engine.precision": "fp32",
 }

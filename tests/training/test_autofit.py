@@ -49,13 +49,13 @@ def test_busy_processors_are_left_alone(load, threads, monkeypatch):
 def test_the_images_alone_decide(tmp_path):
     root = photographs(tmp_path / "photos", 50)
     config = autofit("photos", given(root))[0]
-    assert config.model.architecture.img_size == 48
+    assert config.model.img_size == 48
     for other in ({"schedule.minutes": 60.0}, {"schedule.minutes": None, "schedule.steps": 9}):
         assert autofit("photos", given(root) | other)[0].model == config.model
     deit = autofit("photos", given(root) | {"model.name": "deit_nano"})[0]
-    assert deit.model.architecture.img_size == 48 and deit.augment == config.augment
+    assert deit.model.img_size == 48 and deit.augment == config.augment
     cnn = autofit("photos", given(root) | {"model.name": "timm/test_resnet"})[0]
-    size = cnn.model.architecture.img_size
+    size = cnn.model.img_size
     assert (size, cnn.optim, cnn.augment) == (48, config.optim, config.augment)
     large = {"model.name": "convit_mini", "model.img_size": 160, "model.patch_size": 16}
     assert autofit("photos", given(root) | large)[0].augment.auto_augment
@@ -88,14 +88,14 @@ def test_fine_tuning_takes_architecture_and_preparation_from_the_weights(tmp_pat
     settings = settings_from_weights(str(donor))
     root = photographs(tmp_path / "photos", 20, classes=3)
     config = autofit("finetune", given(root) | settings)[0]
-    assert config.model.architecture == tiny().model.architecture
+    assert config.model == tiny().model
     assert config.model.name == "convit_nano"
     assert config.input == tiny(input__crop_mode="squash").input
     # Small models train as from scratch; larger ones learn slowly.
     assert config.optim.layer_decay == 1.0
     assert named_recipe("finetune").optim.layer_decay == 0.75
     larger = autofit("finetune", given(root) | settings | {"model.img_size": 16})[0]
-    assert larger.model.architecture.img_size == 16
+    assert larger.model.img_size == 16
 
 
 @pytest.mark.slow

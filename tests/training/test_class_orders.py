@@ -129,7 +129,7 @@ def test_training_and_fine_tuning(run, saved, tmp_path, kind):
     results = []
     for order, weights in ((None, run), (ORDERS[0], saved)):
         for start in (None, str(weights)):
-            chosen = config(kind, write(place, kind, order=order), model__weights=start)
+            chosen = config(kind, write(place, kind, order=order), weights=start)
             folder = tmp_path / f"{start is None}-{len(results)}"
             train(chosen, folder)
             results.append((folder / "metrics.csv").read_text())
@@ -179,7 +179,7 @@ def test_without_names_classes_are_matched_by_number_or_order(run, tmp_path, cap
 
 def test_fine_tuning_on_other_names_begins_with_a_new_classifier(run):
     others = [*sorted(NAMES)[:5], "new"]
-    _, (note,) = initialize_model(tiny(model__weights=str(run)), others)
+    _, (note,) = initialize_model(tiny(weights=str(run)), others)
     assert "'ä'" in note and "'new'" in note
 
 

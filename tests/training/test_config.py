@@ -16,7 +16,6 @@ from .conftest import tiny
 BAD = {
     "seed": [-1, 1.5, "zero"],
     "model.img_size": [0, -8, 2.5, (8, 0), (8, 8, 8)],
-    "model.overrides": ["depth"],
     "model.num_classes": [3],
     "data.fraction": [0, 1.5, "all"],
     "data.dataset": ["digit"],
@@ -34,7 +33,7 @@ BAD = {
     "objective.teacher_share": [0, 1.1],
     "objective.distillation": ["medium"],
     "objective.teacher_weights": ["file.pth"],  # without a teacher
-    "model.entry": ["ema"],  # without weights
+    "entry": ["ema"],  # without weights
     "engine.batch_size": [0, 2.0],
     "engine.accumulate": [0, 3],  # 3 does not divide 64
     "engine.devices": [-1, 7],

@@ -158,7 +158,7 @@ def test_a_skipped_update_leaves_running_statistics_alone(tmp_path, monkeypatch)
     config = tiny(
         model__name="cvt_13",
         model__img_size=8,
-        model__overrides=one | convolution,
+        **{f"model.{name}": value for name, value in (one | convolution).items()},
         engine__max_bad_losses=1,
     )
     train(config, tmp_path / "run")

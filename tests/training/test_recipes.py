@@ -27,7 +27,7 @@ def test_a_recipe_is_described_and_its_model_exists(name):
     assert describe(name).splitlines()[0].endswith(".")
     assert f"`{name}`" in (Path(__file__).parents[2] / "docs/training.md").read_text()
     with torch.device("meta"):
-        build(config.model.architecture)
+        build(config.model)
 
 
 def test_the_deit_recipe_is_the_published_one():
@@ -47,7 +47,7 @@ def test_the_deit_recipe_is_the_published_one():
     assert augment.hflip == 0.5
     assert (config.input.interpolation, config.input.crop_pct) == ("bicubic", 0.875)
     assert config.objective.label_smoothing == 0.1
-    assert config.model.overrides["drop_path_rate"] == 0.1
+    assert config.model.drop_path_rate == 0.1
 
 
 def test_the_cvt_recipe_follows_the_released_configuration():
@@ -67,7 +67,7 @@ def test_fine_tuning_lasts_as_long_as_in_the_paper(target, steps):
     config = recipe("finetune_384", {"data.dataset": target})
     assert config.schedule.steps == steps
     assert (config.optim.name, config.optim.momentum) == ("sgd", 0.9)
-    assert (config.engine.batch_size, config.model.architecture.img_size) == (512, 384)
+    assert (config.engine.batch_size, config.model.img_size) == (512, 384)
     assert config.input.crop_mode == "squash"
 
 

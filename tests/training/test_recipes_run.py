@@ -40,8 +40,8 @@ def stand_in(config: RunConfig, images: Path) -> RunConfig:
         "data.root": str(images),
         "data.workers": 0,
         "model.img_size": SIZE,
-        "model.weights": None,
-        "model.overrides": CVT,
+        "weights": None,
+        **{f"model.{name}": value for name, value in CVT.items()},
         "engine.batch_size": 8,
         "engine.tensorboard": False,
         "engine.precision": "fp32",
@@ -52,7 +52,7 @@ def stand_in(config: RunConfig, images: Path) -> RunConfig:
     }
     if not config.model.name.startswith("cvt"):
         vit = VIT | ({"gpsa_layers": 1} if "convit" in config.model.name else {})
-        changes |= {"model.patch_size": 8, "model.overrides": config.model.overrides | vit}
+        changes |= {"model.patch_size": 8, **{f"model.{n}": value for n, value in vit.items()}}
     if config.schedule.steps is None:
         passes = 1.0 if not config.schedule.constant_images else config.data.fraction
         changes |= {"schedule.epochs": 1.0, "schedule.warmup": 0.25, "schedule.cooldown": 0.25}
@@ -80,7 +80,7 @@ def test_a_recipe_trains_evaluates_and_saves(name, images, tmp_path):
             images,
         )
         train(replace(donor, {"model.img_size": 16}), tmp_path / "donor")
-        config = replace(config, {"model.weights": str(tmp_path / "donor")})
+        config = replace(config, {"weights": str(tmp_path / "donor")})
     if name == "distill_hard":
         # A teacher with other normalisation and size, like timm's.
         teacher = stand_in(recipe("digits"), images)

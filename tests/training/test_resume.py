@@ -85,7 +85,8 @@ FAST = [
     {"engine.accumulate": 1, "data.workers": 2, **EVERYTHING},
     {"engine.accumulate": 4, "data.workers": 0, **EVERYTHING},
     *(
-        {"model.name": name, "model.overrides": fields, "model.img_size": 8, **EVERYTHING}
+        {"model.name": name, "model.img_size": 8, **EVERYTHING}
+        | {f"model.{field}": value for field, value in fields.items()}
         for name, fields in (("deit_nano", DEIT), ("cvt_13", CVT))
     ),
 ]

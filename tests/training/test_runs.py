@@ -138,7 +138,7 @@ def test_what_is_no_run_folder_is_refused(tmp_path):
 
 
 def test_a_run_starts_from_another_runs_weights(finished, tmp_path):
-    config = tiny(model__weights=str(finished), schedule__steps=2, schedule__snapshot_every=5)
+    config = tiny(weights=str(finished), schedule__steps=2, schedule__snapshot_every=5)
     train(config, tmp_path / "run")
     donor, _ = load_run(finished)
     assert_same(initial_model(tmp_path / "run").state_dict(), donor.state_dict())
@@ -148,14 +148,14 @@ def test_a_run_starts_from_a_file_of_weights(tmp_path):
     donor = build_model(tiny(seed=7), 10)
     save(donor, tmp_path / "weights")
     for path in (tmp_path / "weights", tmp_path / "weights" / "model.safetensors"):
-        model, (note,) = initialize_model(tiny(model__weights=str(path)), "abcdefghij")
+        model, (note,) = initialize_model(tiny(weights=str(path)), "abcdefghij")
         assert "no class names" in note
         assert_same(model.state_dict(), donor.state_dict())
 
 
 def test_a_resumed_run_no_longer_needs_the_weights_it_started_from(tmp_path, interrupt):
     save(build_model(tiny(seed=7), 10), tmp_path / "weights")
-    config = tiny(model__weights=str(tmp_path / "weights"))
+    config = tiny(weights=str(tmp_path / "weights"))
     interrupt(config, tmp_path / "run", 4)
     shutil.rmtree(tmp_path / "weights")
     assert train(config, tmp_path / "run")["steps"] == 8
@@ -166,10 +166,10 @@ def test_a_path_in_other_words_is_the_same_configuration(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()
-    run.config_file.write_text(to_yaml(tiny(model__weights="donor")))
-    check_folder(run.path, tiny(model__weights=str(tmp_path / "donor")))
-    with pytest.raises(UserError, match=r"model\.weights"):
-        check_folder(run.path, tiny(model__weights="other"))
+    run.config_file.write_text(to_yaml(tiny(weights="donor")))
+    check_folder(run.path, tiny(weights=str(tmp_path / "donor")))
+    with pytest.raises(UserError, match="weights"):
+        check_folder(run.path, tiny(weights="other"))
 
 
 def test_time_of_a_resumed_run_is_that_of_all_its_steps(tmp_path):

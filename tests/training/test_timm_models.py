@@ -91,7 +91,7 @@ def test_it_teaches_and_starts_other_runs(tmp_path):
     taught = {"model.name": "deit_nano", "objective.teacher": str(tmp_path / "teacher")}
     taught |= {"model.img_size": None}
     assert train(resnet(**taught), tmp_path / "student")["steps"] == 8
-    start = {"model.weights": str(tmp_path / "teacher"), "schedule.snapshot_every": 8}
+    start = {"weights": str(tmp_path / "teacher"), "schedule.snapshot_every": 8}
     train(resnet(**start, **{"data.first_classes": 5}), tmp_path / "other")
     first = load_file(tmp_path / "other/snapshots/step-00000000.safetensors")
     teacher = load_run(tmp_path / "teacher")[0].state_dict()

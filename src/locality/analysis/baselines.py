@@ -139,7 +139,7 @@ def baseline_inputs(
 
 
 def _preprocessing(config: RunConfig) -> InputConfig:
-    return config.input.at(to_2tuple(config.model.architecture.img_size))
+    return config.input.at(to_2tuple(config.model.img_size))
 
 
 def record_baselines(

@@ -20,8 +20,7 @@ from locality.checkpoints.native import Checkpoint
 from locality.data.config import Preprocessing
 from locality.errors import UserError, prefix_errors
 from locality.files import read_shaped
-from locality.models.config import CvTConfig, to_2tuple
-from locality.models.factory import TimmConfig
+from locality.models.config import CvTConfig, TimmConfig, to_2tuple
 from locality.models.variants import PREFIX, VARIANTS, variant
 from locality.settings import from_dict
 

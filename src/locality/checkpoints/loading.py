@@ -11,12 +11,13 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download, snapshot_download
+import timm
+from huggingface_hub import constants, hf_hub_download, snapshot_download, utils
 from huggingface_hub.errors import RemoteEntryNotFoundError
 
 from locality.checkpoints.foreign_config import (
@@ -50,9 +51,8 @@ from locality.checkpoints.state_dict import State, read_state, unwrap
 from locality.data.config import Preprocessing
 from locality.errors import UserError, prefix_errors, some, wrap_errors
 from locality.files import parse_json, read_json
-from locality.models.config import ViTConfig, signature_diff, token_grid
-from locality.models.factory import TimmConfig, named, offline_unless_reachable, published
-from locality.models.variants import VARIANTS, identify
+from locality.models.config import TimmConfig, ViTConfig, signature_diff, token_grid
+from locality.models.variants import VARIANTS, identify, named
 from locality.runs import RunFolder
 from locality.settings import from_dict
 
@@ -87,7 +87,7 @@ def read(
     path, name, settings = Path(what), str(what), settings or {}
     if kind == "graph":
         raise graph_not_model(path.name)
-    like = like if variant is None else named(variant, {})
+    like = like if variant is None else named(variant)
     if kind == "run":
         checkpoint = _from_run(path)
     elif kind == "path":
@@ -95,7 +95,7 @@ def read(
     elif kind == "public":
         checkpoint = _from_public(name)
     elif kind == "timm":
-        config, state = published(name)
+        config, state = _from_timm(name)
         checkpoint = Checkpoint(config, state, name, timm_preprocessing(config.data_config()))
     else:
         checkpoint = _from_hub(name, like, settings)
@@ -127,16 +127,14 @@ def _from_run(folder: Path) -> Checkpoint:
 
     Uses the averaged weights if the run has them, since those are evaluated.
     """
-    wanted = {"model": {"name": str, "overrides?": dict}, "input?": dict, "data": dict}
+    wanted = {"model": {"name": str}, "input?": dict, "data": dict}
     run = RunFolder(folder)
     state, content = load_best_state(folder), run.read_settings(wanted)
     classes, result = run.classes(), run.read_result()
     with prefix_errors(f"run folder {folder}"):
-        fields = {key: value for key, value in content["model"].items() if value is not None}
+        fields = dict(content["model"])
         name = fields.pop("name")
-        for other in ("weights", "entry"):
-            fields.pop(other, None)
-        config = named(name, fields | {"num_classes": len(classes)})
+        config = named(name, **fields, num_classes=len(classes))
         given, data = content.get("input") or {}, content["data"]
         given |= {"img_size": config.img_size}
         given |= {name: data[name] for name in ("exif", "grey_bits") if name in data}
@@ -344,7 +342,7 @@ def fit_interface(
 
 def _from_public(name: str) -> Checkpoint:
     row = source(name)
-    like = named(row.model, {"img_size": row.preprocessing.img_size})
+    like = named(row.model, img_size=row.preprocessing.img_size)
     checkpoint = _from_weights(locate_weights(row), like, None, {}, alone=True)
     return replace(checkpoint, name=row.model, preprocessing=row.preprocessing, described=True)
 
@@ -370,7 +368,7 @@ def locate_weights(row: Source) -> Path:
     causes: list[Exception] = []
     # The hub's cache first, which needs no network.
     for offline in (True, False):
-        with contextlib.nullcontext() if offline else offline_unless_reachable():
+        with contextlib.nullcontext() if offline else _offline_unless_reachable():
             for file in HUB_FILES:
                 try:
                     return Path(hf_hub_download(row.repo, file, local_files_only=offline))
@@ -388,7 +386,7 @@ def locate_weights(row: Source) -> Path:
 
 def _from_hub(name: str, like: Any, settings: Mapping[str, Any]) -> Checkpoint:
     try:
-        with offline_unless_reachable():
+        with _offline_unless_reachable():
             folder = snapshot_download(name, allow_patterns=[WEIGHTS, CONFIG, PREPROCESSOR, CARD])
     except OSError as error:
         raise FileNotFoundError(
@@ -399,3 +397,39 @@ def _from_hub(name: str, like: Any, settings: Mapping[str, Any]) -> Checkpoint:
         return _from_weights(Path(folder), like, None, settings)
     except (FileNotFoundError, UserError) as error:
         raise type(error)(str(error).replace(str(folder), name)) from error
+
+
+def _from_timm(name: str) -> tuple[TimmConfig, State]:
+    """timm's published weights of "timm/NAME": configuration and state dict.
+
+    Raises:
+        UserError: if timm has no model of this name, or its weights cannot be loaded.
+    """
+    config = TimmConfig.named(name)
+    missing = (
+        f"timm's weights of {name} could not be loaded; pass a file of a state dict instead, with "
+        f"--variant {name} (variant= in Python)"
+    )
+    with wrap_errors(missing, OSError, RuntimeError), _offline_unless_reachable():
+        model = timm.create_model(config.timm_name, pretrained=True)
+    return config, {f"model.{key}": tensor for key, tensor in model.state_dict().items()}
+
+
+_TIMEOUT = 3  # seconds
+
+
+@contextlib.contextmanager
+def _offline_unless_reachable() -> Iterator[None]:
+    """Within the block, use only the Hugging Face cache unless the hub responds within 3 seconds.
+
+    The hub's client retries for half a minute.
+    """
+    offline = constants.HF_HUB_OFFLINE
+    try:
+        utils.get_session().head(constants.ENDPOINT, timeout=_TIMEOUT)
+    except Exception:  # its type depends on the client's HTTP library
+        constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = offline

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import os
 import re
@@ -15,7 +16,7 @@ from typing import Any, NoReturn
 from locality.checks import Count, choices
 from locality.commands import MODEL
 from locality.errors import UserError, near
-from locality.settings import Setting, flatten, parse, settings_of, to_dict
+from locality.settings import flatten, parse, settings_of, to_dict
 
 # Settings shown by --help; --help.all shows all.
 _FIRST = (
@@ -82,7 +83,6 @@ class Parser(argparse.ArgumentParser):
         config: Any,
         group: str = "",
         skip: Container[str] = (),
-        others: Mapping[str, Setting] = {},
         short: Mapping[str, str] = {},
     ) -> None:
         """Add an option for each setting of a configuration, with its value as the default.
@@ -91,16 +91,21 @@ class Parser(argparse.ArgumentParser):
             config: a configuration dataclass.
             group: prefix of the option names.
             skip: groups to omit.
-            others: further settings, such as an architecture's.
             short: short options by dotted name.
         """
-        values, known = flatten(to_dict(config), 1), settings_of(type(config))
-        for name, setting in {**others, **known}.items():
+        values, known = flatten(to_dict(config), 1), settings_of(config)
+        for name, setting in known.items():
             if name.partition(".")[0] not in skip:
                 flags = [short[name]] if name in short else []
                 shown, option = values.get(name), group + name
                 self.add(f"--{option}", shown, setting.text, setting.hint, *flags)
                 self._settings.add(option)
+
+    def add_setting(self, flag: str) -> None:
+        """Add an option for a setting of any type, unless it exists."""
+        if flag not in self.options:
+            self.add(flag, None, "", Any)
+            self._settings.add(flag.removeprefix("--"))
 
     def add_model(self, name: str, graph: bool = False, **how: Any) -> None:
         """Add an argument that names a model, or a graph, and the options of `GivenModel`."""
@@ -200,10 +205,9 @@ def first_word(arguments: Sequence[str]) -> str | None:
 
 
 def peek(arguments: Sequence[str], *flags: str) -> str | None:
-    """The last value of an option by one of its names, before parsing."""
-    given = None
-    for word, following in zip(arguments, [*arguments[1:], None], strict=False):
-        flag, equals, value = word.partition("=")
-        if flag in flags:
-            given = value if equals else following
-    return given
+    """The value of an option by one of its names, before parsing."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument(*flags, dest="value")
+    with contextlib.suppress(argparse.ArgumentError):
+        return parser.parse_known_args(arguments)[0].value
+    return None

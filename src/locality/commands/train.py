@@ -19,10 +19,11 @@ from locality.data.folder import part_of
 from locality.errors import UserError, printable, some, unknown
 from locality.files import missing, read_yaml
 from locality.machine import end_if_importing, is_main_process
+from locality.models.variants import PREFIX
 from locality.progress import doing
 from locality.runs import RunFolder, is_run_folder
-from locality.settings import Setting, flatten, replace, to_dict, to_yaml
-from locality.training.config import LENGTHS, RunConfig, model_settings, read_config
+from locality.settings import flatten, replace, to_dict, to_yaml
+from locality.training.config import LENGTHS, RunConfig, read_config
 from locality.training.folder_checks import check_places
 from locality.training.recipes import CUSTOM_DATA_RECIPES, RECIPES, describe, recipe
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 # Short options of frequent settings.
 SHORT = {
     "model.name": "--model",
-    "model.entry": "--entry",
     "data.dataset": "--data",
     "data.fraction": "--fraction",
     "schedule.epochs": "--epochs",
@@ -132,7 +132,7 @@ def _closing(folder: Path, result: dict[str, Any], baselines: str) -> list[str]:
 
 def finetune(arguments: Sequence[str]) -> None:
     """Fine-tune weights on a folder of images or a labels.csv: --from WEIGHTS, short for
-    --model.weights, takes a run folder, a file, a public name, or timm/NAME. Learning rates,
+    --weights, takes a run folder, a file, a public name, or timm/NAME. Learning rates,
     augmentation and length are chosen for the images; other options as in `locality train`.
     """
     train(arguments, "finetune")
@@ -159,9 +159,8 @@ def read_run(arguments: Sequence[str], command: str = "train") -> tuple[RunConfi
     parser.add("--images_per_second", None, text, checks.Positive)
     parser.add("--record", False, "measure attention before and after training, and of snapshots")
     parser.add("--quiet", False, "print nothing during training")
-    short = SHORT | ({"model.weights": "--from"} if command == "finetune" else {})
-    others = architecture_settings(arguments, base)
-    parser.add_settings(base, skip={"recipe"}, others=others, short=short)
+    short = SHORT | ({"weights": "--from"} if command == "finetune" else {})
+    add_run_settings(parser, base, arguments, short)
     options = parser.read(arguments)
     if not options.dry_run:
         parser.refuse("images_per_second", "needs --dry_run")
@@ -189,11 +188,16 @@ def read_run(arguments: Sequence[str], command: str = "train") -> tuple[RunConfi
     return config, options
 
 
-def architecture_settings(arguments: Sequence[str], base: RunConfig) -> dict[str, Setting]:
-    """The settings of the model named in `arguments`, and any others given for it."""
-    model = peek(arguments, "--model", "--model.name") or base.model.name
-    given = (word[2:].partition("=")[0] for word in arguments if word.startswith("--model."))
-    return dict.fromkeys(given, Setting(Any, "")) | model_settings(model)
+def add_run_settings(
+    parser: Parser, config: RunConfig, arguments: Sequence[str], short: Mapping[str, str] = SHORT
+) -> None:
+    """Add the settings of a run and of the model named in `arguments`."""
+    if model := peek(arguments, "--model", "--model.name"):
+        config = replace(config, {"model.name": model})
+    parser.add_settings(config, skip={"recipe"}, short=short)
+    if config.model.name.startswith(PREFIX):  # other arguments are timm's
+        for flag in {word.partition("=")[0] for word in arguments if word.startswith("--model.")}:
+            parser.add_setting(flag)
 
 
 def what_to_train(word: str | None, finetune: bool) -> tuple[str | None, dict[str, Any]]:
@@ -235,11 +239,10 @@ def resolve(
     on_images = name in CUSTOM_DATA_RECIPES and given.get("data.root") is not None
     if on_images and all(given.get(length) is None for length in _LENGTHS):
         given = {**given, "schedule.minutes": DEFAULT_MINUTES}
-    weights = given.get("model.weights", recipe(name).model.weights)
-    as_weights = on_images and weights is not None and "model.name" not in given
+    weights: Any = given.get("weights", recipe(name).weights) if on_images else None
+    as_weights = weights is not None and "model.name" not in given
     # The architecture, and so its settings, are then only known after reading the weights.
-    read = ("model.weights", "model.entry")
-    named = {n: x for n, x in given.items() if n in read or not n.startswith("model.")}
+    named = {n: x for n, x in given.items() if not n.startswith("model.")}
     config = recipe(name, named if as_weights else given)
     folder = Path(output or default_folder(config))
     if not on_images:
@@ -257,7 +260,7 @@ def resolve(
         from locality.training.model import settings_from_weights
 
         if as_weights:
-            known = settings_from_weights(weights, config.model.entry)
+            known = settings_from_weights(weights, config.entry)
             if known.get("input.crop_mode") == "center":  # the default, unless images are long
                 del known["input.crop_mode"]
             given = known | dict(given)
@@ -286,7 +289,7 @@ def resumed(run: Path, given: Mapping[str, Any]) -> RunConfig:
         raise UserError(
             f"{run} was planned for {planned.length:g} {planned.unit}, and a resumed run keeps "
             f"its schedule; to continue from its weights with another one, start a new run: "
-            f"locality train --config {run / 'config.yaml'} --model.weights {run} "
+            f"locality train --config {run / 'config.yaml'} --weights {run} "
             f"--output {run}-longer {shlex.join(words)}"
         )
     return replace(begun, given)
@@ -331,7 +334,7 @@ def fit(
     end_if_importing()
     short = {flag[2:]: name for name, flag in SHORT.items()}
     started = time.perf_counter()
-    named = {"model": model, "model.weights": weights, "schedule.minutes": minutes} | settings
+    named = {"model": model, "weights": weights, "schedule.minutes": minutes} | settings
     given = {
         short.get(name, name.replace("__", ".")): value
         for name, value in named.items()

@@ -7,7 +7,7 @@ from white (content) to red (position) shows a head's gate.
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
@@ -29,7 +29,7 @@ from locality.analysis.pictures import (
 from locality.errors import UserError
 from locality.figures.style import FAINT, GATE_COLOURS, MAP_COLOURS, settings
 from locality.layers.grid import Grid
-from locality.models import build
+from locality.models import Architecture, build
 
 Array = npt.NDArray[np.floating]
 
@@ -92,8 +92,7 @@ def _heads(rows: Sequence[tuple[str, LayerPicture]], heads: int | Sequence[int])
 
 def initial_maps(
     chosen: Sample,
-    model: str,
-    overrides: Mapping[str, Any],
+    model: str | Architecture,
     place: tuple[float, float] = (0.5, 0.5),
     seed: int = 0,
     heads: int | Sequence[int] = 4,
@@ -104,8 +103,7 @@ def initial_maps(
 
     Args:
         chosen: one image, preprocessed for the model.
-        model: name of the architecture.
-        overrides: changes to its configuration.
+        model: name or configuration of a ConViT.
         place: the query position, as fractions of (height, width).
         seed: seed of the initialisation.
         heads: see `maps`.
@@ -117,7 +115,7 @@ def initial_maps(
     captured = []
     for title, changes in variants.items():
         torch.manual_seed(seed)
-        network = build(model, **(dict(overrides) | changes))
+        network = build(model, **changes)
         captured.append((title, capture_pictures(network, chosen, place)))
     return maps(captured, layers=[0], heads=heads, per_map_scale=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 from locality import checks
@@ -40,13 +39,6 @@ def check_kernel(kernel: int) -> None:
 def hidden_width(dim: int, mlp_ratio: float) -> int:
     """The hidden width of an MLP on tokens of width `dim`."""
     return int(dim * mlp_ratio)
-
-
-def mlp_ratio_of(dim: int, hidden: int) -> float:
-    """The ratio for which `hidden_width` is `hidden`."""
-    ratio = hidden / dim
-    # If the division rounds down, the product may truncate to hidden − 1.
-    return ratio if hidden_width(dim, ratio) == hidden else math.nextafter(ratio, math.inf)
 
 
 def check_heads(embed_dim: int, num_heads: int) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from locality.models.base import ImageClassifier as ImageClassifier
     from locality.models.config import Architecture as Architecture
     from locality.models.config import CvTConfig as CvTConfig
+    from locality.models.config import TimmConfig as TimmConfig
     from locality.models.config import ViTConfig as ViTConfig
     from locality.models.convit import (
         GatedPositionalSelfAttention as GatedPositionalSelfAttention,
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from locality.models.convit import VisionTransformer as VisionTransformer
     from locality.models.cvt import ConvolutionalAttention as ConvolutionalAttention
     from locality.models.cvt import ConvolutionalVisionTransformer as ConvolutionalVisionTransformer
-    from locality.models.factory import TimmConfig as TimmConfig
     from locality.models.factory import build as build
     from locality.models.factory import count_macs as count_macs
     from locality.models.factory import count_parameters as count_parameters

@@ -1,9 +1,10 @@
-"""Configurations of the architectures: a common base, DeiT and ConViT, and CvT."""
+"""Configurations of the models: DeiT and ConViT, CvT, and timm's."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 from msgspec import Meta
 
 from locality import checks
-from locality.errors import UnknownSetting, UserError, check_known
+from locality.errors import UnknownSetting, UserError, check_known, unknown
 from locality.layers.grid import (
     AttentionScale,
     Grid,
@@ -22,21 +23,22 @@ from locality.layers.grid import (
     hidden_width,
     projected_grid,
 )
-from locality.settings import Setting, check, setting, settings_of, with_role
+from locality.settings import check, setting, settings_of
 
-# The largest published model has 0.3 billion parameters; far more is a mistake or hostile.
-_MOST_PARAMETERS = 4_000_000_000
-
-Initialisation = Literal["default", "mimetic", "impulse"]
 PositionalAttention = Literal["gpsa", "psa"]
+PREFIX = "timm/"
+"""The name prefix of timm models."""
 Activation = Literal["quick_gelu", "gelu"]
 
 
 def weight_signature(config: Any) -> dict[str, Any]:
     """The fields of a configuration that its weights depend on."""
-    left_out = with_role(type(config), "interface", "training")
-    names = (field.name for field in dataclasses.fields(config))
-    return {name: getattr(config, name) for name in names if name not in left_out}
+    of = settings_of(config)
+    return {
+        name: getattr(config, name)
+        for name, setting in of.items()
+        if name != "name" and setting.role not in ("interface", "training")
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,8 @@ class Architecture:
     """Base of the configurations of all families.
 
     Attributes:
+        name: one of `locality models`, or "timm/" and the name of a timm model: what the values
+            were taken from.
         img_size: image size, a number or (height, width); sets the grid of the position embeddings.
         in_chans, num_classes: channels of the images, classes of the classifier.
         global_pool: input of the classifier: "token", the class token; "avg", the mean over
@@ -52,8 +56,6 @@ class Architecture:
             "token" reads the first patch.
         drop_rate: dropout before the classifier.
         proj_drop_rate: dropout after every attention and inside every MLP.
-        init: initialisation of attention, one of `locality.models.initialisations`; "default" is
-            the family's.
         family, title: the name of the family in files and in messages.
         stem, classifiers: names of the first module and of the classifiers, which are averaged.
 
@@ -66,23 +68,17 @@ class Architecture:
     stem: ClassVar[str]
     classifiers: ClassVar[tuple[str, ...]] = ("head",)
 
+    name: str = dataclasses.field(default="", compare=False)
     img_size: checks.ImageSize = setting(224, "interface")
-    in_chans: checks.UpTo1024 = setting(3, "interface")
-    num_classes: Annotated[int, Meta(ge=0, le=1_000_000)] = setting(1000, "interface")
+    in_chans: checks.UpTo1024 = setting(3, "data")
+    num_classes: Annotated[int, Meta(ge=0, le=1_000_000)] = setting(1000, "data")
     global_pool: Literal["token", "avg", ""] = "token"
     class_token: bool | None = None
     drop_rate: checks.ShareBelowOne = setting(0.0, "training")
     proj_drop_rate: checks.ShareBelowOne = setting(0.0, "training")
-    init: Initialisation = setting("default", "training")
 
     def __post_init__(self) -> None:
         check(self)
-        checks.one_of("init", self.init, self.initialisations)
-
-    @property
-    def initialisations(self) -> tuple[Initialisation, ...]:
-        """Values of `init` for this model."""
-        return "default", "mimetic"
 
     @property
     def has_class_token(self) -> bool:
@@ -111,18 +107,15 @@ class Architecture:
         return weight_signature(self) | {"class_token": self.has_class_token}
 
     def with_overrides(self, **fields: Any) -> Self:
-        """This configuration with some fields changed.
+        """This configuration with some fields changed, those that are not None.
 
         Raises:
             UserError: for an unknown field (suggesting the nearest) or an invalid value.
         """
-        check_known(f"setting of {type(self).__name__}", fields, self.settings(), UnknownSetting)
+        fields = {name: value for name, value in fields.items() if value is not None}
+        known = [field.name for field in dataclasses.fields(self)]
+        check_known(f"setting of {self.name or self.title}", fields, known, UnknownSetting)
         return dataclasses.replace(self, **fields) if fields else self
-
-    @classmethod
-    def settings(cls) -> dict[str, Setting]:
-        """The settings that `with_overrides` accepts, by name."""
-        return settings_of(cls)
 
 
 def signature_diff(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
@@ -208,16 +201,7 @@ class ViTConfig(Architecture):
                 "embed_class_token=True needs a class token and gpsa_layers=0: with positional "
                 "layers the class token joins after the position embedding is added"
             )
-        ((rows, columns),) = self.native_grids
-        entries = rows * columns * self.use_pos_embed + self.num_classes
-        entries += self.in_chans * self.patch_size**2
-        _check_parameters(self.embed_dim, self.depth, self.mlp_ratio, self.embed_dim * entries)
-
-    @property
-    def initialisations(self) -> tuple[Initialisation, ...]:
-        """Values of `init`: impulses need position embeddings."""
-        impulse = self.use_pos_embed and self.embed_dim >= 4 * self.num_heads
-        return ("default", "mimetic", "impulse") if impulse else ("default", "mimetic")
+        _ = self.native_grids  # refuses an image size
 
     @property
     def has_class_token(self) -> bool:
@@ -254,20 +238,6 @@ class ViTConfig(Architecture):
         if not self.gpsa_layers:
             del fields["positional_attention"]
         return fields
-
-
-def _check_parameters(width: int, depth: int, mlp_ratio: float, others: int) -> None:
-    """Check the size of a transformer of `depth` blocks and `others` further parameters.
-
-    Raises:
-        UserError: if it has more than `_MOST_PARAMETERS`.
-    """
-    count = depth * width * width * (4 + 2 * mlp_ratio) + others
-    if count > _MOST_PARAMETERS:
-        raise UserError(
-            f"embed_dim={width} and depth={depth} give about {count:.2g} parameters; "
-            f"at most {_MOST_PARAMETERS:.2g} are allowed"
-        )
 
 
 def token_grid(img_size: int | Sequence[int], patch_size: int) -> Grid:
@@ -387,18 +357,13 @@ class CvTConfig(Architecture):
                 values = tuple(map(_one, values))
                 values = values if isinstance(values[0], tuple) else _one(values)
             object.__setattr__(self, name, values)
-        channels = self.in_chans
-        for stage, (rows, columns) in zip(self.stages, self.native_grids, strict=True):
+        for stage in self.stages:
             check_heads(stage.embed_dim, stage.num_heads)
             # With more padding, some tokens would see only padding.
             checks.integer("embed_padding", stage.embed_padding, 0, stage.embed_kernel - 1)
             check_kernel(stage.projection_kernel)
             checks.integer("kv_padding", stage.kv_padding, 0, stage.projection_kernel // 2)
-            entries = rows * columns * stage.use_pos_embed + channels * stage.embed_kernel**2
-            entries += 3 * stage.depth * stage.projection_kernel**2 + self.num_classes
-            ratio = max(stage.mlp_ratio, default=0.0)
-            _check_parameters(stage.embed_dim, stage.depth, ratio, stage.embed_dim * entries)
-            channels = stage.embed_dim
+        _ = self.native_grids  # refuses an image size
 
     def per_stage(self, name: str) -> tuple[Any, ...]:
         """The values of a field of the stages, one per stage.
@@ -497,3 +462,116 @@ def _one(values: Any) -> Any:
 
 def _each(value: Any, count: int) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,) * count
+
+
+Scalar = str | bool | int | float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimmConfig:
+    """A timm model.
+
+    Attributes:
+        name: "timm/" and timm's name of the model.
+        img_size: image size, a number or (height, width); used by models with a fixed input size.
+        num_classes, in_chans: classes of the classifier, channels of the images.
+        settings: other arguments of timm's model function.
+    """
+
+    name: str
+    img_size: checks.ImageSize = setting(224, "interface")
+    num_classes: checks.Natural = setting(1000, "data")
+    in_chans: checks.Natural = setting(3, "data")
+    settings: dict[str, Scalar] = dataclasses.field(default_factory=dict, hash=False)
+
+    has_class_token = False  # in the features of the wrapped model
+    family = "timm"
+    title = "a timm model"
+
+    def __post_init__(self) -> None:
+        import timm  # takes seconds
+
+        check(self)
+        if not timm.is_model(self.timm_name):
+            raise unknown("model", self.name, [PREFIX + name for name in timm.list_models()])
+        settings = {name: _number(value) for name, value in sorted(self.settings.items())}
+        object.__setattr__(self, "settings", settings)
+        for name, value in settings.items():
+            # A checkpoint could otherwise ask for any number of blocks.
+            if isinstance(value, int) and not isinstance(value, bool):
+                checks.integer(name, value, 0, 512 if name == "depth" else 32_768)
+
+    @property
+    def timm_name(self) -> str:
+        """timm's name of the model."""
+        return self.name.removeprefix(PREFIX)
+
+    @property
+    def classifiers(self) -> tuple[str, ...]:
+        """Names of the classifiers: distilled models have two."""
+        names = _pretrained_cfg(self.timm_name).classifier or ()
+        return tuple(f"model.{name}" for name in ([names] if isinstance(names, str) else names))
+
+    @property
+    def stem(self) -> str:
+        """Name of the first convolution, of several the first; "model." if timm names none."""
+        names = _pretrained_cfg(self.timm_name).first_conv or ("",)
+        return f"model.{names if isinstance(names, str) else names[0]}"
+
+    @property
+    def has_fixed_size(self) -> bool:
+        """Whether the model is built for one image size."""
+        return bool(_pretrained_cfg(self.timm_name).fixed_input_size)
+
+    def embeddings(self) -> dict[str, Grid]:
+        """Empty: position embeddings of timm models are not resampled."""
+        return {}
+
+    def weight_signature(self) -> dict[str, Any]:
+        """As `Architecture.weight_signature`."""
+        return weight_signature(self) | {"name": self.name}
+
+    def data_config(self) -> dict[str, Any]:
+        """timm's data configuration of the model: input size, mean, std, interpolation, crop."""
+        from timm.data import resolve_data_config
+
+        return resolve_data_config(pretrained_cfg=_pretrained_cfg(self.timm_name).to_dict())
+
+    @classmethod
+    def named(cls, name: str) -> TimmConfig:
+        """timm's default configuration of the model "timm/NAME".
+
+        Raises:
+            UserError: if timm has no model of this name.
+        """
+        cfg = _pretrained_cfg(name.removeprefix(PREFIX))
+        return cls(name=name, num_classes=cfg.num_classes, img_size=cfg.input_size[1:])
+
+    def with_overrides(self, **fields: Any) -> TimmConfig:
+        """This configuration with some settings changed; unknown ones are passed to timm.
+
+        None keeps a field, and leaves an argument to timm.
+
+        Raises:
+            UserError: for an invalid value, or one passed to timm that is not a `Scalar`.
+        """
+        own = {field.name: fields.pop(field.name, None) for field in dataclasses.fields(self)}
+        given = self.settings | dict(own.pop("settings") or {}) | fields
+        own["settings"] = {name: value for name, value in given.items() if value is not None}
+        kept = {name: value for name, value in own.items() if value is not None}
+        return dataclasses.replace(self, **kept)
+
+
+def _number(value: Any) -> Any:
+    """A number in one way of writing it, so that 0, 0.0 and "0e0" are one setting; else `value`."""
+    try:
+        number = float(value) if not isinstance(value, bool) else math.nan
+    except (TypeError, ValueError):
+        return value
+    return int(number) if number.is_integer() else number if math.isfinite(number) else value
+
+
+def _pretrained_cfg(name: str) -> Any:
+    from timm.models import PretrainedCfg, get_pretrained_cfg
+
+    return get_pretrained_cfg(name) or PretrainedCfg()

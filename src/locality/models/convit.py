@@ -12,7 +12,6 @@ The forward pass never forms an N×N matrix; `attention_maps` returns it, for in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -267,36 +266,16 @@ class VisionTransformer(ImageClassifier):
         ]
 
 
-def _gpsa(c: ViTConfig) -> SelfAttention:
-    layer = GatedPositionalSelfAttention(
-        c.embed_dim,
-        c.num_heads,
-        c.qkv_bias,
-        c.proj_drop_rate,
-        c.locality_strength,
-        c.conv_init,
-        c.gating_init,
-    )
-    layer.gating.requires_grad_(not c.freeze_gating)
-    return layer
-
-
-def _psa(c: ViTConfig) -> SelfAttention:
-    return PositionalSelfAttention(
-        c.embed_dim, c.num_heads, c.qkv_bias, c.proj_drop_rate, c.locality_strength, c.conv_init
-    )
-
-
-# Attention of the first blocks by name. To add one, write a class, a row here, and a name in
-# `PositionalAttention` of `models/config.py`; see docs/architecture.md.
-POSITIONAL: dict[str, Callable[[ViTConfig], SelfAttention]] = {"gpsa": _gpsa, "psa": _psa}
-
-
 def make_attention(config: ViTConfig, index: int) -> SelfAttention:
     """The attention layer of block `index`."""
+    own = (config.embed_dim, config.num_heads, config.qkv_bias, config.proj_drop_rate)
     if index >= config.gpsa_layers:
-        return SelfAttention(
-            config.embed_dim, config.num_heads, config.qkv_bias, config.proj_drop_rate
-        )
-    layer = POSITIONAL[config.positional_attention](config)
+        return SelfAttention(*own)
+    start = (config.locality_strength, config.conv_init)
+    layer: SelfAttention
+    if config.positional_attention == "psa":
+        layer = PositionalSelfAttention(*own, *start)
+    else:
+        layer = GatedPositionalSelfAttention(*own, *start, config.gating_init)
+        layer.gating.requires_grad_(not config.freeze_gating)
     return layer.requires_grad_(False) if config.freeze_gpsa else layer

@@ -9,8 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from locality.errors import UserError, lookup, near
-from locality.models.config import CvTConfig, ViTConfig, signature_diff
-from locality.settings import with_role
+from locality.models.config import (
+    PREFIX,
+    Architecture,
+    CvTConfig,
+    TimmConfig,
+    ViTConfig,
+    signature_diff,
+)
 
 
 @dataclass(frozen=True)
@@ -32,20 +38,16 @@ class Variant:
     baseline: str | None = None
 
 
-def _convit(size: str, heads: int, width: int, source: str, other: str, **fields: Any) -> Variant:
-    config = ViTConfig(embed_dim=width, num_heads=heads, **({"gpsa_layers": 10} | fields))
-    return Variant(f"convit_{size}", "convit", config, source, f"deit_{other}")
-
-
-def _deit(size: str, heads: int, width: int, source: str, other: str, **fields: Any) -> Variant:
-    config = ViTConfig(
-        embed_dim=width, num_heads=heads, qkv_bias=True, embed_class_token=True, **fields
-    )
-    return Variant(f"deit_{size}", "deit", config, source, f"convit_{other}")
+def _vit(name: str, heads: int, width: int, source: str, baseline: str, **fields: Any) -> Variant:
+    family, _, _ = name.partition("_")
+    own: dict[str, Any] = {"qkv_bias": True, "embed_class_token": True}
+    own = {"gpsa_layers": 10} if family == "convit" else own
+    config = ViTConfig(name=name, embed_dim=width, num_heads=heads, **(own | fields))
+    return Variant(name, family, config, source, baseline)
 
 
 def _cvt(
-    size: str,
+    name: str,
     widths: tuple[int, ...],
     heads: tuple[int, ...],
     depths: tuple[int, ...],
@@ -57,6 +59,7 @@ def _cvt(
     **fields: Any,
 ) -> Variant:
     config = CvTConfig(
+        name=name,
         embed_dim=widths,
         num_heads=heads,
         depth=depths,
@@ -68,7 +71,7 @@ def _cvt(
         drop_path_rate=drop_path,
         **fields,
     )
-    return Variant(f"cvt_{size}", "cvt", config, source, baseline)
+    return Variant(name, "cvt", config, source, baseline)
 
 
 _TABLE_1 = "ConViT Table 1"
@@ -93,50 +96,47 @@ _BOTTLENECK: dict[str, Any] = {
 }
 
 _ROWS = [
-    #        size         heads  width  source       baseline
-    _convit("tiny",           4,   192, _TABLE_1, "tiny_baseline"),
-    _convit("tiny_plus",      4,   256, _TABLE_1, "tiny_plus"),
-    _convit("small",          9,   432, _TABLE_1, "small_baseline"),
-    _convit("small_plus",     9,   576, _TABLE_1, "small_plus"),
-    _convit("base",          16,   768, _TABLE_1, "base_baseline"),
-    _convit("base_plus",     16,  1024, _TABLE_1, "base_plus"),
-    _convit("nano",           4,    64, _SMALL, "nano", gpsa_layers=3, **_NANO),
-    _convit("micro",          9,   144, _SMALL, "micro", gpsa_layers=6, **_MICRO),
-    _convit("mini",           9,   216, _SMALL, "mini", gpsa_layers=8, **_MINI),
-    _deit("tiny",             3,   192, _TABLE_1, "tiny"),
-    _deit("tiny_plus",        4,   256, _TABLE_1, "tiny_plus"),
-    _deit("small",            6,   384, _TABLE_1, "small"),
-    _deit("small_plus",       9,   576, _TABLE_1, "small_plus"),
-    _deit("base",            12,   768, _TABLE_1, "base"),
-    _deit("base_plus",       16,  1024, _TABLE_1, "base_plus"),
-    _deit("tiny_baseline",        4,   192, _EQUAL, "tiny"),
-    _deit("small_baseline",       9,   432, _EQUAL, "small"),
-    _deit("base_baseline",       16,   768, _EQUAL, "base"),
-    _deit("nano",             4,    64, _SMALL, "nano", **_NANO),
-    _deit("micro",            9,   144, _SMALL, "micro", **_MICRO),
-    _deit("mini",             9,   216, _SMALL, "mini", **_MINI),
+    #    name               heads  width  source     baseline
+    _vit("convit_tiny",          4,  192, _TABLE_1, "deit_tiny_baseline"),
+    _vit("convit_tiny_plus",     4,  256, _TABLE_1, "deit_tiny_plus"),
+    _vit("convit_small",         9,  432, _TABLE_1, "deit_small_baseline"),
+    _vit("convit_small_plus",    9,  576, _TABLE_1, "deit_small_plus"),
+    _vit("convit_base",         16,  768, _TABLE_1, "deit_base_baseline"),
+    _vit("convit_base_plus",    16, 1024, _TABLE_1, "deit_base_plus"),
+    _vit("convit_nano",          4,   64, _SMALL, "deit_nano", gpsa_layers=3, **_NANO),
+    _vit("convit_micro",         9,  144, _SMALL, "deit_micro", gpsa_layers=6, **_MICRO),
+    _vit("convit_mini",          9,  216, _SMALL, "deit_mini", gpsa_layers=8, **_MINI),
+    _vit("deit_tiny",            3,  192, _TABLE_1, "convit_tiny"),
+    _vit("deit_tiny_plus",       4,  256, _TABLE_1, "convit_tiny_plus"),
+    _vit("deit_small",           6,  384, _TABLE_1, "convit_small"),
+    _vit("deit_small_plus",      9,  576, _TABLE_1, "convit_small_plus"),
+    _vit("deit_base",           12,  768, _TABLE_1, "convit_base"),
+    _vit("deit_base_plus",      16, 1024, _TABLE_1, "convit_base_plus"),
+    _vit("deit_tiny_baseline",   4,  192, _EQUAL, "convit_tiny"),
+    _vit("deit_small_baseline",  9,  432, _EQUAL, "convit_small"),
+    _vit("deit_base_baseline",  16,  768, _EQUAL, "convit_base"),
+    _vit("deit_nano",            4,   64, _SMALL, "convit_nano", **_NANO),
+    _vit("deit_micro",           9,  144, _SMALL, "convit_micro", **_MICRO),
+    _vit("deit_mini",            9,  216, _SMALL, "convit_mini", **_MINI),
     #     size   widths            heads        depths      source
-    _cvt("13",  (64, 192, 384),   (1, 3, 6),   (1, 2, 10), _CVT_TABLE_2, drop_path=0.1),
-    _cvt("21",  (64, 192, 384),   (1, 3, 6),   (1, 4, 16), _CVT_TABLE_2, drop_path=0.1),
-    _cvt("w24", (192, 768, 1024), (3, 12, 16), (2, 2, 20), _CVT_TABLE_2, drop_path=0.3),
-    _cvt("13_nas", (64, 192, 384), (1, 3, 6), (1, 2, 10), _NAS, drop_path=0.1, **_BOTTLENECK),
-    _cvt("pico",  (24, 48, 84), (1, 2, 4), (1, 1, 1), _SMALL, strides=(1, 2, 1),
+    _cvt("cvt_13",  (64, 192, 384),   (1, 3, 6),   (1, 2, 10), _CVT_TABLE_2, drop_path=0.1),
+    _cvt("cvt_21",  (64, 192, 384),   (1, 3, 6),   (1, 4, 16), _CVT_TABLE_2, drop_path=0.1),
+    _cvt("cvt_w24", (192, 768, 1024), (3, 12, 16), (2, 2, 20), _CVT_TABLE_2, drop_path=0.3),
+    _cvt("cvt_13_nas", (64, 192, 384), (1, 3, 6), (1, 2, 10), _NAS, drop_path=0.1, **_BOTTLENECK),
+    _cvt("cvt_pico",  (24, 48, 84), (1, 2, 4), (1, 1, 1), _SMALL, strides=(1, 2, 1),
          img_size=8, num_classes=10),
-    _cvt("nano",  (24, 60, 84), (1, 2, 4), (1, 1, 1), _SMALL, "convit_nano", strides=(1, 2, 1),
+    _cvt("cvt_nano",  (24, 60, 84), (1, 2, 4), (1, 1, 1), _SMALL, "convit_nano", strides=(1, 2, 1),
          img_size=8, num_classes=10),
-    _cvt("photo", (16, 16, 24, 60, 84), (1, 1, 1, 2, 4), (0, 0, 1, 1, 1), _PHOTO,
+    _cvt("cvt_photo", (16, 16, 24, 60, 84), (1, 1, 1, 2, 4), (0, 0, 1, 1, 1), _PHOTO,
          strides=(2, 1, 2, 2, 2), img_size=64, num_classes=10, global_pool="avg"),
-    _cvt("micro", (48, 96, 192), (1, 2, 4), (1, 2, 3), _SMALL, "convit_micro", strides=(2, 2, 1),
-         img_size=32, num_classes=100),
-    _cvt("mini",  (64, 128, 320), (1, 2, 5), (1, 2, 4), _SMALL, "convit_mini", strides=(4, 2, 1),
-         img_size=64, num_classes=200),
+    _cvt("cvt_micro", (48, 96, 192), (1, 2, 4), (1, 2, 3), _SMALL, "convit_micro",
+         strides=(2, 2, 1), img_size=32, num_classes=100),
+    _cvt("cvt_mini",  (64, 128, 320), (1, 2, 5), (1, 2, 4), _SMALL, "convit_mini",
+         strides=(4, 2, 1), img_size=64, num_classes=200),
 ]  # fmt: skip
 
 VARIANTS: dict[str, Variant] = {row.name: row for row in _ROWS}
 """All models, by name."""
-
-PREFIX = "timm/"
-"""The name prefix of timm models."""
 
 FAMILY_NAMES = {"convit": "ConViT", "deit": "DeiT", "cvt": "CvT"}
 """Display names of the families."""
@@ -177,6 +177,16 @@ def variant(name: str) -> Variant:
     return lookup("model", name, VARIANTS)
 
 
+def named(name: str, **fields: Any) -> Any:
+    """The configuration of a model by name, one of `VARIANTS` or "timm/NAME", with overrides.
+
+    Raises:
+        UserError: for an unknown name or field (suggesting the nearest), or a value out of range.
+    """
+    config = TimmConfig.named(name) if name.startswith(PREFIX) else variant(name).config
+    return config.with_overrides(**fields)
+
+
 def identify(config: Any) -> tuple[str | None, Any]:
     """The row of the table that has this architecture, if any.
 
@@ -186,7 +196,12 @@ def identify(config: Any) -> tuple[str | None, Any]:
     """
     for name, row in VARIANTS.items():
         if type(row.config) is type(config) and not signature_diff(row.config, config):
-            interface = with_role(type(config), "interface")
-            fields = {field: getattr(config, field) for field in interface}
-            return name, dataclasses.replace(row.config, **fields)
+            ends = {n: getattr(config, n) for n in ("img_size", "in_chans", "num_classes")}
+            return name, dataclasses.replace(row.config, **ends)
     return None, config
+
+
+def nearest(config: Architecture) -> str:
+    """The name of the model that differs least from a configuration."""
+    alike = {n: row.config for n, row in VARIANTS.items() if type(row.config) is type(config)}
+    return min(alike, key=lambda name: len(signature_diff(alike[name], config)))

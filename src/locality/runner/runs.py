@@ -14,7 +14,7 @@ from locality.errors import UserError
 from locality.machine import processors
 from locality.progress import format_duration
 from locality.runs import RunFolder, is_run_folder
-from locality.settings import flatten, to_dict, with_role
+from locality.settings import flatten, settings_of, to_dict, with_role
 from locality.training.config import RunConfig, read_config
 from locality.training.cost import STEP_FORWARDS, estimate_cost
 
@@ -22,8 +22,6 @@ TRAIN = "locality.training:train"
 _RUNS = with_role(RunConfig, "run")
 # Settings that do not affect a run's results.
 _NO_NUMBER = with_role(RunConfig, "how", "label")
-# Of all other settings those count that differ from the defaults, which therefore never change.
-_DEFAULTS = flatten(to_dict(RunConfig()))
 
 
 @dataclass(frozen=True)
@@ -78,22 +76,17 @@ class Outcome:
 def digest(config: RunConfig, task: str = TRAIN) -> str:
     """Twelve hexadecimal digits that identify what a run computes.
 
-    Only settings that differ from their default count, so adding a setting keeps existing folders.
+    Only settings that differ from the default of their field count, so that adding one keeps
+    existing folders.
     """
+    known = settings_of(config)
     values = {
-        _as_introduced(name): _folder_name(value) if name in _RUNS else value
+        name: _folder_name(value) if name in _RUNS else value
         for name, value in flatten(to_dict(config)).items()
-        if name not in _NO_NUMBER and (name not in _DEFAULTS or value != _DEFAULTS[name])
+        if name not in _NO_NUMBER and (name not in known or value != known[name].default)
     }
     text = json.dumps([task, values], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _as_introduced(name: str) -> str:
-    """A setting's name in the digest: most of an architecture's used to be in model.overrides."""
-    is_own = name.startswith("model.") and name not in _DEFAULTS
-    earlier = is_own and name not in ("model.img_size", "model.patch_size")
-    return name.replace("model.", "model.overrides.", 1) if earlier else name
 
 
 def _folder_name(value: str | None) -> str | None:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from locality.errors import RunFailed as RunFailed
     from locality.settings import replace as replace
     from locality.training.config import EngineConfig as EngineConfig
-    from locality.training.config import ModelConfig as ModelConfig
     from locality.training.config import ObjectiveConfig as ObjectiveConfig
     from locality.training.config import OptimConfig as OptimConfig
     from locality.training.config import RunConfig as RunConfig

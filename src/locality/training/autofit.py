@@ -62,11 +62,11 @@ def autofit(name: str, given: Mapping[str, Any]) -> tuple[RunConfig, str]:
     if not small and name == "finetune" and images >= FINETUNED_MIX_IMAGES:
         chosen |= {"augment.mixup": 0.8, "augment.cutmix": 1.0}
     config = recipe(name, chosen | dict(given))
-    model, size = config.model.name, config.model.overrides.get("img_size")
+    model, size = config.model.name, config.model.img_size
     reasons = [
         f"images  {images:,} for training and {len(splits.val):,} for validation, of "
         f"{len(splits.classes):,} classes, about {side} pixels on the shorter side{crop}",
-        f"model   {model}" + (f" at {size} pixels" if size else ""),
+        f"model   {model} at {size} pixels",
     ]
     if family_of(model) == "cvt":
         reasons.append("page    explore --live does not support CvT; give --model convit_nano")

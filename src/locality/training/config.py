@@ -8,92 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from locality import checks, models, settings
+from locality import checks, settings
 from locality.data.config import AugmentConfig, DataConfig, InputConfig
-from locality.errors import UserError
-from locality.models.config import Architecture
-from locality.models.variants import PREFIX, variant
+from locality.errors import UserError, prefix_errors
+from locality.models.config import CvTConfig, TimmConfig, ViTConfig
+from locality.models.variants import named, variant
 from locality.runs import RunFolder
-from locality.settings import Setting, check, setting, settings_of, unknown_setting
+from locality.settings import check, setting
 
 Precision = Literal["auto", "fp32", "bf16-mixed", "fp16-mixed"]
-
-
-@dataclass(frozen=True, init=False)
-class ModelConfig:
-    """The network and its initial weights.
-
-    Attributes:
-        name: one of `locality models`, or "timm/" and the name of a timm model.
-        weights: initial weights: a run folder, weights in any format, or the name of public ones;
-            None initialises from the seed. The classifier is new if the classes differ.
-        entry: the state dict of `weights` to load, if a file has several.
-        overrides: the settings of the architecture that differ from the model's own, such as
-            `img_size` or `depth`, also given like those above; for timm's models, arguments of the
-            model's function. None is the model's own value.
-    """
-
-    OPEN = "overrides"
-
-    name: str = "convit_nano"
-    weights: str | None = setting(None, "run")
-    entry: str | None = None
-    overrides: dict[str, Any] = field(default_factory=dict)
-
-    def __init__(
-        self,
-        name: str = "convit_nano",
-        weights: str | None = None,
-        entry: str | None = None,
-        overrides: Mapping[str, Any] = {},
-        **settings: Any,
-    ) -> None:
-        given = checks.typed("model.overrides", overrides, dict[str, Any]) | settings
-        given = {key: value for key, value in given.items() if value is not None}
-        self.__dict__.update(name=name, weights=weights, entry=entry, overrides=given)
-        check(self, "model.")
-        if self.entry is not None and self.weights is None:
-            raise UserError("model.entry is set but model.weights is not")
-        known, of_timm = model_settings(self.name), self.name.startswith(PREFIX)
-        for key, value in given.items():
-            dotted = f"model.{key}"
-            if key in BY_DATA:
-                raise UserError(f"{dotted} cannot be set; the data decides it")
-            if dotted in known:
-                self.overrides[key] = checks.typed(dotted, value, known[dotted].hint)
-            elif not of_timm and key != "patch_size":  # which a CvT explains
-                known |= settings_of(ModelConfig, "model.")
-                raise unknown_setting(dotted, known, f"setting of {self.name}")
-        if not of_timm:  # those are checked when they are built: importing timm takes seconds
-            _ = self.architecture
-
-    @cached_property
-    def architecture(self) -> Any:
-        """The complete architecture, a `ViTConfig`, `CvTConfig` or `TimmConfig`.
-
-        Its channels and classes are the model's own; the data decides those of the run.
-        """
-        if not self.name.startswith(PREFIX):
-            return variant(self.name).config.with_overrides(**self.overrides)
-        return models.TimmConfig.named(self.name).with_overrides(**self.overrides)
-
-
-BY_DATA = ("num_classes", "in_chans")
-"""The settings of an architecture that the data decides."""
-
-
-def model_settings(name: str) -> dict[str, Setting]:
-    """A model's architecture settings by dotted name; of timm's models, only the image size."""
-    if name.startswith(PREFIX):
-        return {"model.img_size": settings_of(Architecture)["img_size"]}
-    own = variant(name).config.settings().items()
-    return {f"model.{name}": setting for name, setting in own if name not in BY_DATA}
 
 
 @dataclass(frozen=True)
@@ -265,8 +193,6 @@ class ObjectiveConfig:
     distillation: Literal["hard", "soft"] = "hard"
     temperature: checks.Positive = 3.0
 
-    REMOVED = (("kind", "locality.training.objective:Objective"), ("options", None))
-
     def __post_init__(self) -> None:
         check(self, "objective.")
         for name in ("teacher_weights", "teacher_entry"):
@@ -320,8 +246,6 @@ class EngineConfig:
     max_bad_losses: checks.Natural = 0
     tensorboard: bool = setting(True, "how")
 
-    REMOVED = tuple(("tracker", kind) for kind in (None, "wandb", "mlflow"))
-
     def __post_init__(self) -> None:
         check(self, "engine.")
         if self.ema_warmup and self.ema_decay is None:
@@ -345,11 +269,16 @@ class RunConfig:
     Attributes:
         recipe: name of the recipe the values came from; a label for reports.
         seed: seed of everything random: initial weights, order, augmentation, dropout.
+        weights: initial weights: a run folder, weights in any format, or the name of public ones;
+            None initialises from the seed. The classifier is new if the classes differ.
+        entry: the state dict of `weights` to load, if a file has several.
     """
 
     recipe: str = setting("", "label")
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = setting(0, "sample")
-    model: ModelConfig = field(default_factory=ModelConfig)
+    weights: str | None = setting(None, "run")
+    entry: str | None = None
+    model: ViTConfig | CvTConfig | TimmConfig = variant("convit_nano").config
     data: DataConfig = field(default_factory=DataConfig)
     input: InputConfig = field(default_factory=InputConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
@@ -359,7 +288,11 @@ class RunConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
+        if isinstance(self.model, Mapping):
+            object.__setattr__(self, "model", RunConfig().change_model(self.model))
         check(self)
+        if self.entry is not None and self.weights is None:
+            raise UserError("entry is set but weights is not")
         if self.input.img_size is not None:
             raise UserError("input.img_size cannot be set; give model.img_size instead")
         if len(self.input.mean) != 3:
@@ -375,6 +308,16 @@ class RunConfig:
                     f"learning rate ({peak:g} at a batch of {self.engine.batch_size}); "
                     f"lower it or raise optim.lr"
                 )
+
+    def change_model(self, changes: Mapping[str, Any]) -> Any:
+        """The configuration of the model with some settings changed; `name` takes another model."""
+        for name in ("num_classes", "in_chans"):
+            if name in changes:
+                raise UserError(f"model.{name} cannot be set; the data decides it")
+        with prefix_errors("model"):
+            if changes.get("name") in (None, self.model.name):
+                return self.model.with_overrides(**changes)
+            return named(**changes)
 
     def micro_batch(self, world_size: int) -> int:
         """Images per process and micro-batch when `world_size` processes share an update.

@@ -20,7 +20,7 @@ from locality.machine import arithmetic_threads
 from locality.models import build, count_macs, count_parameters
 from locality.progress import format_bytes, format_duration
 from locality.runs import RunFolder
-from locality.training.config import ModelConfig, RunConfig
+from locality.training.config import RunConfig
 from locality.training.devices import autocast, resolve_accelerator
 from locality.training.folder_checks import check_places
 from locality.training.model import build_model
@@ -153,14 +153,14 @@ def _opened(data: DataConfig, seed: int) -> tuple[int, int, int]:
     return len(splits.train), len(splits.val), len(splits.classes)
 
 
-def parameters(model: ModelConfig, classes: int) -> int:
+def parameters(model: Any, classes: int) -> int:
     """The number of parameters of a model."""
-    return _size(model.architecture, classes)[0]
+    return _size(model, classes)[0]
 
 
-def forward_macs(model: ModelConfig, classes: int) -> int:
+def forward_macs(model: Any, classes: int) -> int:
     """Multiply-accumulates of one image's forward pass."""
-    return _size(model.architecture, classes)[1]
+    return _size(model, classes)[1]
 
 
 @cache

@@ -28,9 +28,9 @@ def check_places(config: RunConfig, folder: Path) -> None:
     Raises:
         FileNotFoundError, UserError: if one of them cannot be used.
     """
-    if config.model.weights is not None and not is_run_folder(folder):
-        with wrap_errors("model.weights", FileNotFoundError), prefix_errors("model.weights"):
-            detect_kind(config.model.weights, config.model.entry)
+    if config.weights is not None and not is_run_folder(folder):
+        with wrap_errors("weights", FileNotFoundError), prefix_errors("weights"):
+            detect_kind(config.weights, config.entry)
     if is_run_folder(folder):
         RunFolder(folder).check_images(config.data)
     check_root(config.data)

@@ -16,9 +16,9 @@ from locality.data import DataSplits, open_data
 from locality.data.config import check_rgb
 from locality.errors import prefix_errors
 from locality.models import ImageClassifier, build
-from locality.models.config import to_2tuple
-from locality.models.factory import describe
+from locality.models.variants import nearest
 from locality.runs import RunFolder
+from locality.settings import to_dict
 from locality.training.config import RunConfig, read_config
 
 
@@ -33,14 +33,9 @@ def settings_from_weights(weights: str, entry: str | None = None) -> dict[str, A
     """
     found = read(weights, entry=entry)
     check_rgb(weights, found.config.in_chans, "start from weights for 3 channels")
-    name, fields = describe(found.config, found.name)
-    height, width = to_2tuple(found.config.img_size)
-    settings: dict[str, Any] = {
-        "model.weights": weights,
-        "model.name": name,
-        "model.img_size": height if height == width else (height, width),
-        **{f"model.{field}": value for field, value in fields.items()},
-    }
+    config = found.config
+    model = to_dict(config) | {"name": config.name or nearest(config)}
+    settings = {"weights": weights, **{f"model.{name}": value for name, value in model.items()}}
     if found.preprocessing is not None:
         prepared = dataclasses.asdict(found.preprocessing)
         for other in ("img_size", "exif", "grey_bits"):  # the latter two are of the new images
@@ -49,14 +44,18 @@ def settings_from_weights(weights: str, entry: str | None = None) -> dict[str, A
     return settings
 
 
-def build_model(config: RunConfig, num_classes: int) -> ImageClassifier:
+def build_model(config: RunConfig, num_classes: int | None = None) -> ImageClassifier:
     """The model of a run, initialised from its seed, the same on every rank.
+
+    Args:
+        config: the run's configuration.
+        num_classes: classes of its data, if known.
 
     Raises:
         UserError: if the model cannot be built.
     """
     torch.manual_seed(config.seed)
-    model = build(config.model.architecture, num_classes=num_classes)
+    model = build(config.model, num_classes=num_classes)
     model.variant = config.model.name
     model.shortcuts = True  # 5 to 40% faster, see docs/speed.md
     if config.engine.grad_checkpointing:
@@ -64,7 +63,7 @@ def build_model(config: RunConfig, num_classes: int) -> ImageClassifier:
     return model
 
 
-def meta_model(config: RunConfig, num_classes: int) -> ImageClassifier:
+def meta_model(config: RunConfig, num_classes: int | None = None) -> ImageClassifier:
     """The model of a run on the meta device.
 
     Raises:
@@ -79,7 +78,7 @@ def initialize_model(
 ) -> tuple[ImageClassifier, list[str]]:
     """The model of a run before its first step, and notes on the weights it starts from.
 
-    The image size and the classes of `model.weights` may differ: position embeddings are resampled,
+    The image size and the classes of `weights` may differ: position embeddings are resampled,
     and the classifier stays randomly initialised.
 
     Args:
@@ -87,14 +86,14 @@ def initialize_model(
         classes: its class names.
 
     Raises:
-        UserError: if the model cannot be built, or `model.weights` cannot be read or belong to
+        UserError: if the model cannot be built, or `weights` cannot be read or belong to
             another architecture.
     """
-    model, weights = build_model(config, len(classes)), config.model.weights
+    model, weights = build_model(config, len(classes)), config.weights
     if weights is None:
         return model, []
-    with prefix_errors("model.weights"):
-        return model, load_weights(model, weights, config.model.entry, classes)
+    with prefix_errors("weights"):
+        return model, load_weights(model, weights, config.entry, classes)
 
 
 def load_run(folder: Path | str) -> tuple[ImageClassifier, RunConfig]:

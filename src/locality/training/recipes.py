@@ -19,11 +19,10 @@ from locality.checks import ImageSize, typed
 from locality.data.config import AugmentConfig, DataConfig, InputConfig
 from locality.errors import UserError, lookup
 from locality.models.config import to_2tuple
-from locality.models.variants import PREFIX, variant
+from locality.models.variants import PREFIX, named, variant
 from locality.settings import replace, settings_of
 from locality.training.config import (
     EngineConfig,
-    ModelConfig,
     ObjectiveConfig,
     OptimConfig,
     RunConfig,
@@ -45,13 +44,15 @@ DEIT_AUGMENT = AugmentConfig(
 )
 
 
-def _as(base: RunConfig, recipe: str, **groups: Mapping[str, Any]) -> RunConfig:
+def _as(base: RunConfig, recipe: str, **groups: Any) -> RunConfig:
     """The recipe `base` under another name, with some settings of its groups changed.
 
     Numbers stay as written; `recipe` converts them to the settings' types.
     """
     changed = {
         group: dataclasses.replace(getattr(base, group), **settings)
+        if isinstance(settings, Mapping)
+        else settings
         for group, settings in groups.items()
     }
     return dataclasses.replace(base, recipe=recipe, **changed)
@@ -69,7 +70,7 @@ def digits(model: str = "convit_nano") -> RunConfig:
     """
     return RunConfig(
         recipe="digits",
-        model=ModelConfig(model),
+        model=named(model),
         data=DataConfig("digits"),
         input=InputConfig(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), crop_pct=1.0),
         augment=AugmentConfig(
@@ -91,11 +92,13 @@ def fashion_mnist(model: str = "convit_nano") -> RunConfig:
     Expect: not in the papers; docs/findings.md has our results.
     Chosen on 500 photographs from the eight best settings on digits (docs/recipes.md).
     """
-    has_patches = model.startswith(PREFIX) or hasattr(variant(model).config, "patch_size")
+    patches = (
+        4 if model.startswith(PREFIX) or hasattr(variant(model).config, "patch_size") else None
+    )
     return _as(
         digits(model),
         "fashion_mnist",
-        model={"img_size": 28, "patch_size": 4 if has_patches else None},
+        model=named(model, img_size=28, patch_size=patches),
         data={"dataset": "fashion_mnist"},
         augment={"affine": 0.0, "mixup": 0.4, "cutmix": 0.5},
         optim={"lr": 7.1e-3, "weight_decay": 0.016},
@@ -124,7 +127,7 @@ def convit_cifar(model: str = "convit_micro", dataset: str = "cifar100") -> RunC
     return _as(
         deit_300(model),
         "convit_cifar",
-        model={"img_size": 32},
+        model=named(model, img_size=32, drop_path_rate=0.1),
         data={"dataset": dataset, "workers": 4},
         input={"crop_pct": 1.0},
         augment={"crop": "pad", "pad": 4, "repeats": 1},
@@ -171,7 +174,7 @@ def deit_300(model: str = "convit_small") -> RunConfig:
     """
     return RunConfig(
         recipe="deit_300",
-        model=ModelConfig(model, img_size=224, overrides={"drop_path_rate": 0.1}),
+        model=named(model, img_size=224, drop_path_rate=0.1),
         data=DataConfig("imagenet", workers=8),
         augment=DEIT_AUGMENT,
         optim=OptimConfig(
@@ -258,7 +261,7 @@ def cvt_300(model: str = "cvt_13") -> RunConfig:
     decay = 0.05 if model.startswith("cvt_13") else 0.1
     return RunConfig(
         recipe="cvt_300",
-        model=ModelConfig(model, img_size=224),
+        model=named(model, img_size=224),
         data=DataConfig("imagenet", workers=8),
         augment=dataclasses.replace(DEIT_AUGMENT, repeats=3 if model == "cvt_21" else 1),
         optim=OptimConfig("adamw", lr=2.5e-4, lr_batch=256, weight_decay=decay),
@@ -306,7 +309,7 @@ def finetune_384(
     Differs from the released code, which fine-tunes on random crops of the resized image (here, on
     random areas of it), and resamples position embeddings linearly (here, bicubically).
 
-    Command: `locality train finetune_384 --model.weights RUN --data.root IMAGENET`, where RUN is a
+    Command: `locality train finetune_384 --weights RUN --data.root IMAGENET`, where RUN is a
     run folder (such as of `cvt_22k`), a file, or the name of public weights; CvT-13 and -21 default
     to the public ImageNet-1k weights.
     Cost: 1 exaFLOP for `cvt_13` and 20,000 steps.
@@ -317,11 +320,12 @@ def finetune_384(
     weights = weights or _FINETUNED_FROM.get(model)
     if weights is None:
         raise UserError(
-            f"finetune_384 has no public weights of {model} to start from; give model.weights"
+            f"finetune_384 has no public weights of {model} to start from; give weights"
         )
     return RunConfig(
         recipe="finetune_384",
-        model=ModelConfig(model, img_size=384, weights=weights),
+        weights=weights,
+        model=named(model, img_size=384),
         data=DataConfig(dataset, workers=8),
         input=InputConfig(crop_pct=1.0, crop_mode="squash"),
         augment=AugmentConfig(crop="resized", scale=(0.25, 1.0), hflip=0.5),
@@ -341,9 +345,9 @@ SMALL_SIDE = 96
 """Largest image side in pixels for which `photos` uses its small-image settings."""
 
 
-def is_small(model: ModelConfig) -> bool:
+def is_small(model: Any) -> bool:
     """Whether `photos` uses its small-image settings."""
-    return max(to_2tuple(model.architecture.img_size)) <= SMALL_SIDE
+    return max(to_2tuple(model.img_size)) <= SMALL_SIDE
 
 
 def photos(model: str = "cvt_photo", img_size: ImageSize | None = None) -> RunConfig:
@@ -361,18 +365,18 @@ def photos(model: str = "cvt_photo", img_size: ImageSize | None = None) -> RunCo
     Cost: ten minutes anywhere.
     Expect: depends on the images; pretrained weights (`finetune`) help more than time.
     """
-    network, augment = ModelConfig(model, img_size=img_size), _PHOTO_AUGMENT
+    network, augment = named(model, img_size=img_size), _PHOTO_AUGMENT
     small = is_small(network)
     optim = OptimConfig("adamw", lr=1e-3, lr_batch=64, weight_decay=0.05)
     if small:
-        pad = max(to_2tuple(network.architecture.img_size)) // 8
+        pad = max(to_2tuple(network.img_size)) // 8
         augment = AugmentConfig(
             crop="pad", pad=pad, hflip=0.5, affine=5.0, padding="border", color_jitter=0.2
         )
         optim = OptimConfig("adamuon", lr=6e-3, weight_decay=0.05)
     return RunConfig(
         recipe="photos",
-        model=ModelConfig(model, img_size=img_size, drop_path_rate=None if small else 0.1),
+        model=network if small else network.with_overrides(drop_path_rate=0.1),
         data=DataConfig("folder", exif=True, val_fraction=0.15),
         input=InputConfig(crop_pct=1.0),
         augment=augment,
@@ -395,7 +399,7 @@ def finetune(
     or epochs, the weights of the best evaluation are kept. At 96 pixels or fewer all of this is as
     in `photos`, since weights of that size know little.
 
-    Command: `locality train finetune --data.root FOLDER --model.weights WEIGHTS`, or `locality
+    Command: `locality train finetune --data.root FOLDER --weights WEIGHTS`, or `locality
     finetune FOLDER --from WEIGHTS`: a run folder, a file, public weights, or "timm/" and a timm
     model name. Architecture and preprocessing are then those of the weights; the batch is chosen as
     in `photos`. `--model.img_size` changes the resolution.
@@ -403,14 +407,14 @@ def finetune(
     Expect: depends on the images.
     """
     scratch = photos(model, img_size)
-    start: dict[str, Any] = {"weights": weights, "overrides": {}, "img_size": img_size}
+    start = {"weights": weights, "model": named(model, img_size=img_size)}
     if is_small(scratch.model):
-        return _as(scratch, "finetune", model=start)
+        return _as(scratch, "finetune", **start)
     length = {"steps": 500, "warmup": 50, "eval_every": 50, "patience": 150}
     return _as(
         scratch,
         "finetune",
-        model=start,
+        **start,
         augment={"mixup": 0.0, "cutmix": 0.0},
         optim={"layer_decay": 0.75, "lr_batch": 256, "clip_grad": 1.0},
         schedule=length | {"warmup_lr": 0.0, "min_lr": 1e-6},
@@ -448,7 +452,7 @@ CUSTOM_DATA_RECIPES = ("photos", "finetune")
 _CHOICES = {
     "model": "model.name",
     "img_size": "model.img_size",
-    "weights": "model.weights",
+    "weights": "weights",
     "dataset": "data.dataset",
     "teacher": "objective.teacher",
 }
@@ -465,10 +469,15 @@ def recipe(name: str, changes: Mapping[str, Any] = {}) -> RunConfig:
         UserError: if a name is unknown (with the nearest), or as `settings.replace`.
     """
     function, types = lookup("recipe", name, RECIPES), settings_of(RunConfig)
-    changes = {n: typed(n, x, types[n].hint) if n in types else x for n, x in changes.items()}
+    changes = {
+        n: typed(n, x, types[n].hint) if n in types and not n.startswith("model.") else x
+        for n, x in changes.items()
+    }
     known = inspect.signature(function).parameters
     choices = {key: changes[at] for key, at in _CHOICES.items() if key in known and at in changes}
     config = function(**choices)
+    if not changes:
+        return config
     return replace(config, _rescaled_schedule(config.schedule, changes) | changes)
 
 

@@ -37,7 +37,7 @@ class ResolvedRun:
         config: the run.
         splits: its data, if already open.
         classes: the classes that the run has recorded, if it resumes from a checkpoint and no
-            longer needs `model.weights`.
+            longer needs `weights`.
 
     Attributes:
         config: the run.
@@ -63,7 +63,7 @@ class ResolvedRun:
         # Check the settings before a large dataset is read.
         check_optimizer(config.optim)
         check_teacher(config.objective)
-        model = meta_model(config, num_classes=1)
+        model = meta_model(config)
         self.config = config
         self.splits = splits or open_data(config.data, config.seed, classes)
         if not len(self.splits.val):
@@ -131,7 +131,7 @@ class ResolvedRun:
                 f"pass, not {self.micro_batch}; change engine.batch_size or engine.accumulate, or "
                 f"set augment.mixup and augment.cutmix to 0"
             )
-        if self.config.model.weights is not None and not self._resumes:
+        if self.config.weights is not None and not self._resumes:
             _ = self.starting_model
 
     def autocast(self) -> torch.autocast:

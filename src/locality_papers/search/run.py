@@ -90,7 +90,7 @@ class Search:
             supernet.order_hidden_units(model)
             save(model, start)
         self.wait_for_others()
-        training = replace(training, {"model.weights": str(start), "model.entry": None})
+        training = replace(training, {"weights": str(start), "entry": None})
         folder = RunFolder(self.path / "supernet")
         launch(supernet.SupernetTraining(training, folder, self.quiet))
         self.load_supernet()
@@ -163,7 +163,7 @@ class Search:
         if self.writes:
             run = self.config.run
             model = {f"model.{name}": value for name, value in self.space.settings(best).items()}
-            chosen = replace(run, model | {"model.weights": None, "model.entry": None})
+            chosen = replace(run, model | {"weights": None, "entry": None})
             write_atomic(self.path / "chosen.yaml", to_yaml(chosen))
             rows = [
                 [by, shape(candidate), top1, -loss, *self.space.cost(candidate)]
