@@ -94,7 +94,7 @@ def _train(config: RunConfig, folder: Path, quiet: bool, started: float) -> None
             advice = baselines.ADVICE
             if passes < baselines.FEW_PASSES:
                 minutes = math.ceil(result["seconds"] / 60 * baselines.ENOUGH_PASSES / passes)
-                advice = f"{baselines.ENOUGH_PASSES} passes take about {minutes} minutes here"
+                advice = f"{baselines.ENOUGH_PASSES} passes take about {minutes} min here"
             say(f"{said}: {advice}")
 
 

@@ -179,10 +179,12 @@ def workload(
         lines.append(f"{problems} of them cannot start; see the table of runs")
     if waiting:
         seconds = sum(cost.seconds for cost in waiting) / jobs
+        images, macs = (sum(getattr(cost, n) for cost in waiting) for n in ("images", "macs"))
+        # Runs of minutes have no number of images before they end.
+        counted = f"{images:.3g} images, {macs:.3g} multiply-accumulates, " if images else ""
         lines.append(
-            f"to do: {sum(cost.images for cost in waiting):.3g} images, "
-            f"{sum(cost.macs for cost in waiting):.3g} multiply-accumulates, "
-            f"about {format_duration(seconds)} with {jobs} at a time on this machine"
+            f"to do: {counted}about {format_duration(seconds)} with {jobs} at a time on this "
+            f"machine"
         )
     if each:
         width = max((len(name) for name, _ in costs), default=4)
