@@ -187,6 +187,13 @@ def test_the_cost_of_a_public_dataset_needs_no_images(cli):
     assert "data.root" in cli("train", "deit_300", code=2).err
 
 
+def test_weights_are_read_before_the_first_step(tmp_path):
+    config = tiny(model__weights=str(locality.save(build("cvt_pico"), tmp_path)))
+    with pytest.raises(UserError, match="CvT"):
+        ResolvedRun(config).check_start()
+    ResolvedRun(config, classes=[f"{digit}" for digit in range(10)]).check_start()  # resumed
+
+
 def test_a_dry_run_counts_and_touches_nothing(tmp_path):
     config = tiny(schedule__steps=800_000)
     text = dry_run(config, tmp_path / "run", images_per_second=1000)
