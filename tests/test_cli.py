@@ -39,11 +39,6 @@ def test_help_fits_a_screen_and_names_the_rest(capsys):
     assert "--engine.max_bad_losses" in everything and "auto|fp32|bf16-mixed" in everything
 
 
-def test_a_reader_that_has_seen_enough():
-    done = shell(f"{LOCALITY} --help | head -1")
-    assert done.stdout.startswith("usage:") and not done.stderr
-
-
 @pytest.mark.parametrize(
     ("command", "code", "said"),
     [
@@ -59,12 +54,6 @@ def test_streams_that_are_closed_or_full(command, code, said):
     assert done.returncode == code, done.stderr
     assert said in done.stdout + done.stderr and "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
-
-
-def test_a_file_never_takes_the_place_of_a_closed_stream(tmp_path):
-    script = "import os, sys; from locality.cli import main; main(['--version']); print(os.dup(0))"
-    done = shell(f'{sys.executable} -c "{script}" 2>&-')
-    assert int(done.stdout.splitlines()[-1]) > 2
 
 
 def test_a_terminal_that_is_not_utf8(monkeypatch):

@@ -294,13 +294,3 @@ def test_the_page_in_a_browser(process, browser, tmp_path):
         page.set_input_files("#file", none)
         page.get_by_text("not an image").wait_for()
         assert page.locator("#classes tr").count() == 0 and page.locator("#maps").is_hidden()
-
-
-def test_the_camera(process, browser):
-    with browser.new_page() as page:
-        page.set_default_timeout(120_000)
-        page.goto(process.address)
-        page.get_by_text("use the camera").click()
-        page.get_by_text("take the picture").click()
-        page.wait_for_selector("#classes tr:nth-child(5)")
-        assert page.locator("#classes tr").count() == 5

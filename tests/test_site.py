@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ast
-import functools
-import http.server
 import importlib
 import os
 import re
 import subprocess
 import sys
-import threading
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urldefrag, urljoin, urlparse
@@ -130,34 +127,3 @@ def test_the_site_has_no_dead_link_and_loads_nothing_from_elsewhere(site):
             assert there.exists(), f"{page.name}: {link}"
             if anchor and there in site:
                 assert unquote(anchor) in site[there].ids, f"{page.name}: {link}"
-
-
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.mark.slow
-def test_in_a_browser_nothing_is_cut_off(site, browser):
-    folder = next(page.parent for page in site if page.name == "404.html")
-    handler = functools.partial(Quiet, directory=str(folder))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    start = f"http://127.0.0.1:{server.server_port}"
-    page = browser.new_page(viewport={"width": 390, "height": 900})
-    try:
-        for name in ("index", "models", "findings", "instruments", "reference/training"):
-            page.goto(f"{start}/{name}.html")
-            wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
-            assert wide <= 0, name
-            assert page.evaluate("[...document.images].every((image) => image.naturalWidth > 0)")
-        for name in ("digits", "clothes"):  # these run models
-            page.goto(f"{start}/{name}.html")
-            page.wait_for_function("document.documentElement.dataset.ready", timeout=60_000)
-            assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, name
-            assert page.locator(".model").count() == 2
-            assert page.locator("#about").inner_text()
-    finally:
-        page.close()
-        server.shutdown()
-        server.server_close()

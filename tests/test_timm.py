@@ -22,7 +22,6 @@ TIMMS_OWN = set(timm.list_models())
 
 import locality.timm  # noqa: E402 (registers the models)
 from locality.checkpoints import (  # noqa: E402
-    KEY_MAPS,
     SOURCES,
     Preprocessing,
     create_model,
@@ -340,19 +339,3 @@ def test_weights_that_cannot_be_downloaded_are_named_with_their_place(tmp_path, 
     for name in ("locality_convit_tiny", "locality_convit_tiny.fb_in1k"):
         with pytest.raises(UserError, match=str(tmp_path)):
             timm.create_model(name, pretrained=True)
-
-
-def test_timm_loads_transformers_cvt_into_our_model(tmp_path):
-    held = SMALL_CVT | {"depth": (1, 2, 3), "activation": "gelu"}  # as its code requires
-    source = build("cvt_13", **held).eval()
-    state = KEY_MAPS["transformers"].from_native(source.state_dict(), source.config)
-    save_file(state, tmp_path / "model.safetensors")
-    model = timm.create_model(
-        "locality_cvt_13",
-        pretrained=True,
-        pretrained_cfg_overlay={"file": str(tmp_path / "model.safetensors")},
-        **held,
-    ).eval()
-    x = torch.randn(1, 3, 48, 48)
-    with torch.no_grad():
-        assert torch.equal(model(x), source(x))

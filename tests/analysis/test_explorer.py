@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sklearn.datasets import load_sample_image
 
 from locality.analysis.explorer import DECADES, write_explorer
 from locality.analysis.measures import measure_model, token_distances
@@ -176,33 +175,6 @@ def test_names_labels_and_probabilities_are_shown(open_ready, subjects, images, 
     assert page.locator("#named").inner_text() == "what/b.png"
 
 
-def test_keys_sliders_and_switches(open_ready, file):
-    page = open_ready(file)
-    where = page.locator("#where")
-    click(page, 0, 0)
-    for key in ("ArrowRight", "ArrowDown", "ArrowDown", "ArrowLeft", "ArrowLeft"):
-        page.keyboard.press(key)
-    assert "row 3, column 1" in where.inner_text()  # the border holds
-    page.keyboard.press("]")
-    assert page.locator("#layer-number").inner_text() == "2"
-    assert page.locator(".row.selected").first.get_attribute("data-layer") == "1"
-    page.locator("#layer").fill("4")
-    assert page.locator('.large .cell[data-layer="3"]').count() == 12
-    page.keyboard.press("p")
-    assert page.evaluate("explorer.state.mode") == "position"
-    # Self-attention has no positional part: hatched instead of drawn.
-    assert page.locator('.row .cell[data-layer="3"].none').count() == 12
-    assert page.locator('.row .cell[data-layer="0"].none').count() == 4
-    page.get_by_role("radio", name="content").check()
-    assert page.evaluate("explorer.state.mode") == "content"
-    page.get_by_label("query from the class token").check()
-    assert "class token" in where.inner_text()
-    row = shown_row(page, 2, 0, 0, "content")
-    assert len(row) == 17 and shown_row(page, 0, 0, 0, "content") is None
-    page.keyboard.press("3")
-    page.wait_for_function("explorer.state.image === 2")
-
-
 def test_plots_show_the_measures(open_ready, file, subjects, images):
     page = open_ready(file)
     batch = subjects[0].prepare(images)
@@ -220,58 +192,6 @@ def test_plots_show_the_measures(open_ready, file, subjects, images):
                 if record["gates"]:
                     values.append(record["gates"][head])
                 assert found[number, layer, head] == pytest.approx(values, rel=1e-4)
-
-
-CLIPPED = """() => [...document.querySelectorAll("p, span")]
-    .filter((node) => node.scrollHeight > node.clientHeight + 1)
-    .filter((node) => getComputedStyle(node).overflow !== "visible").length"""
-
-
-def test_nothing_is_covered_or_cut_off_on_a_phone(open_ready, shaken, images, tmp_path):
-    models = [shaken(build(name, img_size=8, patch_size=2)) for name in ("convit_micro",) * 2]
-    subjects = [Classifier.of(model, "DeiT <b>&", SMALL) for model in models]  # nine heads each
-    page = open_ready(write_explorer(subjects, images[:2], tmp_path / "nine.html"), 390, 844)
-    click(page, 2, 2)
-    page.locator("summary").first.click()
-    page.locator(".large canvas").first.hover()
-    assert page.outside() == []
-    assert page.evaluate(CLIPPED) == 0
-    panel, plots = (page.locator(name).bounding_box() for name in ("#controls", "#plots"))
-    assert panel["y"] + panel["height"] <= plots["y"]
-    assert page.locator("h2").filter(has_text="DeiT <b>&").count() == 2  # escaped
-
-
-def test_axes_are_named_and_layers_summed_up(open_ready, file, subjects, images):
-    page = open_ready(file)
-    texts = page.locator("#plots svg").first.locator("text").all_text_contents()
-    assert {"layer", "mean distance (patches)"} < set(texts)
-    page.locator("#plots summary").click()
-    rows = [row.inner_text().split("\t") for row in page.locator("#plots tr").all()[1:]]
-    layers = [
-        (subject.name, record)
-        for subject in subjects
-        for record in measure_model(subject.model, subject.prepare(images))["layers"]
-    ]
-    for (name, record), row in zip(layers, rows, strict=True):
-        far, gates = record["nonlocality"]["mean"], record.get("gates")
-        assert row[0] == name
-        assert float(row[2]) == pytest.approx(np.mean(far), abs=0.006)
-        assert list(map(float, row[3].split())) == pytest.approx(far, abs=0.006)
-        assert (row[4] == "–") == (gates is None)
-        if gates is not None:
-            assert list(map(float, row[4].split())) == pytest.approx(gates, abs=0.006)
-    even = float(token_distances((4, 4)).mean())
-    assert f"uniform attention: {even:.2f}" in page.locator("#plots th").nth(2).inner_text()
-
-
-def test_controls_that_would_do_nothing_are_hidden(open_ready, subjects, images, tmp_path):
-    deit = open_ready(write_explorer(subjects[2:], images[:1], tmp_path / "deit.html"))
-    assert deit.locator("#modes").is_hidden()
-    deit.keyboard.press("p")
-    assert deit.locator(".cell.none").count() == 0
-    # A ConViT's class token enters late, so its layers have different tokens.
-    convit = open_ready(write_explorer(subjects[:1], images[:1], tmp_path / "convit.html"))
-    assert convit.locator("#rollout").is_hidden()
 
 
 def test_rollout_is_the_product_of_all_layers(open_ready, subjects, images, tmp_path):
@@ -345,18 +265,6 @@ def test_the_page_of_digits_is_small_and_loads_nothing(file):
     text = file.read_text()
     assert file.stat().st_size < 1e6
     assert "://" not in text.replace("http://www.w3.org/2000/svg", "")  # no base64 has a colon
-
-
-@pytest.mark.slow
-def test_size_of_convit_small_on_one_photograph(tmp_path):
-    torch.manual_seed(0)
-    model = build("convit_small")
-    with torch.no_grad():
-        for block in model.blocks:
-            block.attn.qkv.weight[: 2 * model.embed_dim] *= 4
-    image = Image.fromarray(load_sample_image("china.jpg"))
-    file = write_explorer([Classifier.of(model, "ConViT-S")], [image], tmp_path / "small.html")
-    assert file.stat().st_size < 6e6
 
 
 def test_bad_input(subjects, images, tmp_path):

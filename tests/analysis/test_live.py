@@ -262,47 +262,6 @@ def test_nonlocality_is_that_of_the_measure(open_ready, file, trained, examples)
         np.testing.assert_allclose(values, means, atol=1e-4)
 
 
-def test_everything_is_reached_from_the_keyboard_and_said_in_words(open_ready, file, trained):
-    page = open_ready(file)
-    reached = []
-    for _ in range(60):
-        page.keyboard.press("Tab")
-        reached.append(page.evaluate("document.activeElement.id || document.activeElement.title"))
-    for wanted in ("clear", "grid", "example 1: 0", "example 20: 9", "gate", "strength", "layer 4"):
-        assert wanted in reached
-    page.locator("#grid").focus()
-    page.keyboard.press("7")
-    page.keyboard.press("ArrowUp")
-    page.keyboard.press("ArrowLeft")
-    for key in ("]", "h", "p"):
-        page.keyboard.press(key)
-    assert page.evaluate("[live.state.cell, live.state.layer, live.state.head]") == [[1, 1], 1, 1]
-    assert page.locator("input[value=position]").is_checked()
-    page.locator("#gate").focus()
-    page.keyboard.press("End")
-    assert page.evaluate("live.state.change.gate") == 1
-    assert page.evaluate("live.state.cell") == [1, 1]
-    page.wait_for_timeout(600)
-    assert "row 2, column 2" in page.locator("#said").inner_text()
-
-
-def test_nothing_is_cut_or_covered_on_a_phone(open_ready, file):
-    page = open_ready(file, 390, 844)
-    page.emulate_media(color_scheme="dark")
-    page.wait_for_timeout(600)
-    assert page.outside() == []
-    for chosen in ("#pad", "#grid", "#clear", "#gate", "#strength", "#thumbnails button >> nth=19"):
-        node = page.locator(chosen)
-        node.scroll_into_view_if_needed()
-        # The control's centre is not covered.
-        assert node.evaluate(
-            """(node) => { const box = node.getBoundingClientRect();
-            return node.contains(document.elementFromPoint(box.x + box.width / 2,
-                box.y + box.height / 2)); }"""
-        )
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
-
-
 def test_a_broken_page_says_so_and_shows_nothing_else(browser, file, tmp_path):
     text = file.read_text()
     weights = re.search(r'id="weights-0">([^<]+)<', text)[1]

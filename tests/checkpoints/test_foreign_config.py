@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import locality
-from locality.checkpoints import Preprocessing, loading, open_model
+from locality.checkpoints import loading, open_model
 from locality.errors import UserError
 
 NAMES = ["fox", "cat", "dog"]
@@ -181,18 +181,6 @@ def test_our_description_beside_several_state_dicts(tmp_path):
     assert open_model(tmp_path, entry="ema").model is not None
 
 
-def test_a_description_of_earlier_timm(tmp_path, randomise):
-    model = saved_by_timm(tmp_path, randomise, CONVIT, **SMALL)
-    file = tmp_path / "config.json"
-    content = json.loads(file.read_text())
-    labels = {"labels": content.pop("label_names")}
-    file.write_text(json.dumps(content | labels | content.pop("pretrained_cfg")))
-    opened, expected = open_model(tmp_path), Preprocessing((32, 32), **DATA)
-    assert opened.preprocessing == expected and opened.classes == tuple(NAMES)
-    x = torch.randn(1, 3, 32, 32)
-    torch.testing.assert_close(opened.logits(x), model(x), atol=1e-5, rtol=0, check_stride=False)
-
-
 def saved_by_transformers(folder, randomise, processor=None, **arguments):
     small = {"embed_dim": [16, 16, 16], "num_heads": [1, 1, 1], "depth": [1, 2, 3]}
     labels = {"id2label": dict(enumerate(NAMES)), "label2id": {n: i for i, n in enumerate(NAMES)}}
@@ -325,8 +313,9 @@ def test_a_processor_that_cannot_be_read_is_refused(fields, named, tmp_path, ran
 def test_weights_by_themselves_say_what_is_assumed(tmp_path, randomise, caplog):
     saved_by_timm(tmp_path, randomise, CONVIT, local_up_to_layer=1, global_pool="avg", **SMALL)
     (tmp_path / "config.json").unlink()
-    assert open_model(tmp_path).model.config.global_pool == "token"
-    assert "convit_tiny" in caplog.text and "ImageNet's mean" in caplog.text
+    settings = {"gpsa_layers": 1, "depth": 2}
+    opened = open_model(tmp_path / "pytorch_model.bin", CONVIT, None, settings)
+    assert opened.model.config.global_pool == "token" and "ImageNet's mean" in caplog.text
 
 
 def test_a_model_for_other_pooling_than_the_weights_is_refused(tmp_path, randomise):

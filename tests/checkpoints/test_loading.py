@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 
 import locality
 from locality.checkpoints import KEY_MAPS, convert, detect_key_map, load_weights, read, save
-from locality.cli import main
 from locality.errors import UserError
 from locality.models import build
 
@@ -56,9 +55,9 @@ def test_names_of_no_layout_are_shown(names, named):
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_any_layout_opens_without_being_told(held, suffix, tmp_path, assert_bitwise):
+def test_any_layout_opens_as_the_model_it_is_named_after(held, suffix, tmp_path, assert_bitwise):
     _, model, state = held
-    path = tmp_path / f"weights{suffix}"
+    path = tmp_path / f"{MODELS[held[0]][0]}{suffix}"
     if suffix == ".pth":
         torch.save({"model": state, "args": argparse.Namespace(epochs=300)}, path)
     else:
@@ -89,25 +88,6 @@ def test_what_wrappers_put_before_names_is_taken_off(held, tmp_path, caplog):
         assert found.keys() == expected.keys(), prefix
         assert all(torch.equal(found[name], expected[name]) for name in found), prefix
         assert ("criterion.weight" in caplog.text) == bool(prefix)
-
-
-def test_the_entry_is_chosen_wherever_weights_are_given(tmp_path, capsys):
-    model = build("convit_nano", num_classes=3)
-    state = KEY_MAPS["timm"].from_native(model.state_dict(), model.config)
-    average = {name: 0.5 * tensor for name, tensor in state.items()}
-    path = tmp_path / "both.pth.tar"
-    torch.save({"state_dict": state, "state_dict_ema": average, "epoch": 3}, path)
-    given = {"weights": path, "num_classes": 3}
-    with pytest.raises(UserError, match="state_dict, state_dict_ema"):
-        locality.create_model("convit_nano", **given)
-    made = locality.create_model("convit_nano", entry="state_dict_ema", **given)
-    torch.testing.assert_close(made.head.weight, 0.5 * model.head.weight)
-    words = ["train", "digits", "--model", "convit_nano", "--weights", str(path)]
-    words += ["--schedule.steps", "2", "--schedule.warmup", "0", "--quiet"]
-    words += ["--output", str(tmp_path / "run")]
-    assert main(words) == 2
-    assert "state_dict, state_dict_ema" in capsys.readouterr().err
-    assert main([*words, "--entry", "state_dict_ema"]) == 0
 
 
 def test_two_models_in_one_state_dict_are_an_error_until_one_is_named(held, tmp_path):
@@ -226,22 +206,13 @@ def test_the_description_travels_inside_the_file(tmp_path):
     assert checkpoint.classes == tuple(f"digit {i}" for i in range(10))
 
 
-def test_our_own_weights_are_told_by_their_shapes(tmp_path):
-    torch.manual_seed(0)
-    for name, size in (("convit_micro", 32), ("cvt_nano", 8), ("deit_micro", 48)):
-        model = locality.create_model(name, num_classes=3, img_size=size)
-        torch.save(model.state_dict(), tmp_path / "own.pth")
-        found = read(tmp_path / "own.pth")
-        assert (found.name, found.config.num_classes) == (name, 3)
-        torch.testing.assert_close(found.state, dict(model.state_dict()), rtol=0, atol=0)
-    tiny = locality.create_model("deit_tiny")
-    torch.save(tiny.state_dict(), tmp_path / "tiny.pth")
-    with pytest.raises(UserError, match="deit_tiny, deit_tiny_baseline"):
-        read(tmp_path / "tiny.pth")
-    odd = build("convit_nano", embed_dim=20)
-    torch.save(odd.state_dict(), tmp_path / "odd.pth")
-    with pytest.raises(UserError, match="cannot infer the model"):
-        read(tmp_path / "odd.pth")
+def test_weights_of_no_name_need_one(tmp_path):
+    model = build("convit_micro", num_classes=3, img_size=32, depth=5)
+    torch.save(model.state_dict(), tmp_path / "own.pth")
+    with pytest.raises(UserError, match="--variant NAME"):
+        read(tmp_path / "own.pth")
+    opened = read(tmp_path / "own.pth", "convit_micro", settings={"depth": 5})
+    assert opened.config == model.config
 
 
 def test_a_state_dict_of_timms_is_read_for_its_network(tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,20 +67,6 @@ def test_a_models_name_means_its_first_weights_and_unknown_ones_the_nearest(weig
         create_model(NANO, pretrained=True, weights=weights[0])
     with pytest.raises(FileNotFoundError, match=r"nowhere\.pth"):
         create_model(NANO, weights="nowhere.pth")
-
-
-def test_without_weights_it_is_the_models_own_factory():
-    model = create_model(NANO, num_classes=3, drop_rate=0.1)
-    assert model.config == replace(VARIANTS[NANO].config, num_classes=3, drop_rate=0.1)
-    assert model.variant == NANO
-    with pytest.raises(UserError, match="drop_rate"):
-        create_model(NANO, drop_rat=0.1)
-
-
-def test_a_tag_brings_its_image_size():
-    with torch.device("meta"):
-        assert create_model("deit_base.fb_in1k_384").img_size == (384, 384)
-        assert create_model("deit_base.fb_in1k_384", img_size=224).img_size == (224, 224)
 
 
 # Finding the file.

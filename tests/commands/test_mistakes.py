@@ -141,7 +141,7 @@ WAYS = {
 NOT_TRIED = {"model", "print_config", "resume"}
 VALUES = {
     "variant": "convit_nano", "entry": "model", "set": "drop_rate=0", "output": "made", "top": "2",
-    "to": "locality", "format": "onnx", "img_size": "8", "batch_size": "2", "precision": "fp32",
+    "to": "locality", "img_size": "8", "batch_size": "2", "precision": "fp32",
     "predictions": "out.csv", "images": "photos/cat", "count": "3", "layers": "[1]", "heads": "1",
     "hosts": "me.example", "title": "mine",
     "place": "[0.5,0.5]", "workers": "1", "family": "cvt", "scale": "digits", "runs": "made",

@@ -23,7 +23,7 @@ COMMANDS = {
     "eval run --predictions {}": "out.csv",
     "convert saved {} --to timm": "out.pth",
     "convert saved  {}": "out.safetensors",
-    "export saved {} --format torch-export": "out.pt2",
+    "export saved {}": "out.onnx",
 }
 
 

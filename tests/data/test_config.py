@@ -1,6 +1,5 @@
 """Settings out of range are refused where they are made."""
 
-import pkgutil
 from pathlib import Path
 
 import pytest
@@ -70,11 +69,6 @@ def test_what_is_out_of_range_is_named(kind, settings):
 )
 def test_policies_of_timm_are_accepted(policy):
     assert AugmentConfig(auto_augment=policy).auto_augment == policy
-
-
-def test_every_dataset_can_be_opened():
-    for row in DATASETS.values():
-        assert callable(pkgutil.resolve_name(f"locality.data.{row['opener']}"))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import os
 import pty
 import random
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -130,14 +129,6 @@ def test_tensorboard_files_hold_the_metrics(tmp_path):
     assert events.Scalars("top1/val")[0].value == 30.0
     assert events.Scalars("loss/train")[0].step == 5
     assert "top1/train" not in events.Tags()["scalars"]
-
-
-def test_a_run_needs_no_tensorboard(tmp_path, monkeypatch):
-    monkeypatch.setattr("locality.training.recorder.find_spec", lambda name: None)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    run = RunFolder(tmp_path)
-    Recorder(run, ResolvedRun(tiny(engine__tensorboard=True)), TrainState(), True)
-    assert not run.tensorboard.exists()
 
 
 def test_precision_is_what_was_asked_for_or_what_pays(monkeypatch):

@@ -46,7 +46,7 @@ def convert(
         target: a folder (only for the native format) if it has no suffix, else a `.safetensors` or
             PyTorch file (`.pth`, `.pt`, `.bin`).
         to: the format to write, one of `KEY_MAPS`.
-        model: the model name, if it cannot be inferred from the weights; must match them.
+        model: the model name, if the weights do not say it; must match them.
         entry: the state dict to read, if the checkpoint has several.
         overwrite: replace an existing `target`.
         settings: fields of the model's configuration that override those of the source.

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from locality.checkpoints.foreign_config import (
     read_config,
     timm_preprocessing,
 )
-from locality.checkpoints.key_maps import KEY_MAPS, NATIVE, OTHER_TIMM, KeyMap
+from locality.checkpoints.key_maps import KEY_MAPS, OTHER_TIMM, KeyMap
 from locality.checkpoints.native import (
     CARD,
     CONFIG,
@@ -73,7 +72,7 @@ def read(
         what: a run folder, a folder or file of weights in any format, the name of public weights,
             "timm/NAME" for a timm model with its weights, or a repository on the Hugging Face hub
             ("user/name").
-        variant: the model name, if it cannot be inferred from the weights; must match them.
+        variant: the model name, if the weights do not say it; must match them.
         entry: the state dict to read, if the checkpoint has several.
         settings: fields of the model's configuration that override those of the source.
         like: the configuration of the model they are for, instead of `variant`; image size,
@@ -188,7 +187,7 @@ def _from_weights(
 def _from_state(
     state: State, path: Path, like: Any, settings: Mapping[str, Any], alone: bool
 ) -> Checkpoint:
-    """Weights without a description, of the model of `like`, else of one in the table.
+    """Weights without a description, of the model of `like`, else of the one that names the file.
 
     Args:
         state: the state dict.
@@ -198,25 +197,26 @@ def _from_state(
     state = unwrap(state, _stems(like), path)
     with prefix_errors(path), wrap_errors("its tensors have shapes of no model", RuntimeError):
         key_map = detect_key_map(state, like)
-        if like is None:
-            nearest, config = _infer(state, key_map, settings)
-        else:
-            config = fit_interface(state, key_map, like, settings)
+        config = fit_interface(state, key_map, like or _named_after(path), settings)
         weights = key_map.to_native(state, config)
-    if like is None:
-        _log.warning(
-            f"{path} does not say its architecture; it is read as {nearest}, with its heads, "
-            f"strides, padding, pooling and activation. If they differ, give --variant NAME or "
-            f"--set NAME=VALUE (variant= and settings= in Python)"
-        )
     theirs, own = (getattr(side, "activation", None) for side in (key_map, config))
     if theirs not in (None, own) and "activation" not in settings and not alone:
         _log.warning(
             f"{path} has the tensor names of {key_map.title} code, which computes "
             f"activation='{theirs}'; this model computes '{own}'"
         )
-    name = identify(config)[0] if like is None else None
-    return Checkpoint(config, weights, name, described=False)
+    return Checkpoint(config, weights, identify(config)[0], described=False)
+
+
+def _named_after(path: Path) -> Any:
+    """The configuration of the model that names a file, such as convit_tiny.pth."""
+    name = path.name.partition(".")[0]
+    if name not in VARIANTS:
+        raise UserError(
+            "it does not say which model it holds: give --variant NAME (variant= in Python, "
+            "--model NAME --model.weights FILE in training), and --set for settings that differ"
+        )
+    return VARIANTS[name].config
 
 
 def _stems(config: Any) -> list[str]:
@@ -268,46 +268,6 @@ def check_family(family: Any, like: Any) -> None:
         )
 
 
-def _infer(state: State, key_map: KeyMap, settings: Mapping[str, Any]) -> tuple[str, Any]:
-    """The model in the table that has these names and shapes, with any depth and image size.
-
-    Of several that differ only in what shapes do not tell, weights of other code are of the first,
-    the published one.
-
-    Raises:
-        UserError: if none fits.
-    """
-    fitting: dict[str, Any] = {}
-    for name, row in VARIANTS.items():
-        stem = state.get(key_map.rename(f"{row.config.stem}.weight"))
-        width = row.config.embed_dim
-        width = width[0] if isinstance(width, tuple) else width
-        with contextlib.suppress(UserError, KeyError):
-            if stem is not None and stem.shape[:1] == (width,):  # else without building the model
-                fields = _depths(state, row.config) | dict(settings)
-                config = row.config.with_overrides(**fields)
-                config = fit_interface(state, key_map, config, settings)
-                key_map.to_native(state, config)
-                fitting[name] = config
-    if len(fitting) == 1 or (fitting and key_map is not NATIVE):
-        return next(iter(fitting.items()))
-    raise UserError(
-        f"cannot infer the model from these weights (fitting: {', '.join(fitting) or 'none'}); "
-        f"give the nearest by --model NAME in training and --variant NAME elsewhere, and the "
-        f"settings that differ as --set or --model.depth"
-    )
-
-
-def _depths(state: State, config: Any) -> dict[str, Any]:
-    """The numbers of all and of gated blocks of a ConViT or DeiT."""
-    if not isinstance(config, ViTConfig):
-        return {}
-    blocks = {name.split(".")[1] for name in state if name.startswith("blocks.")}
-    gates = [name for name in state if re.search(r"\.attn\.gating(_param)?$", name)]
-    fields = {"depth": len(blocks), "gpsa_layers": len(gates)}
-    return fields | ({"class_token": False} if len(gates) == len(blocks) else {})
-
-
 def fit_interface(
     state: State, key_map: KeyMap, like: Any, settings: Mapping[str, Any] = {}
 ) -> Any:
@@ -316,6 +276,7 @@ def fit_interface(
     Raises:
         UserError: if the position embedding is not of a square image.
     """
+    like = like.with_overrides(**settings)
     heads = [state.get(key_map.rename(f"{name}.weight"), ()) for name in like.classifiers]
     fields: dict[str, Any] = {"num_classes": max(map(len, heads), default=like.num_classes)}
     name = f"{like.stem}.weight"
@@ -326,18 +287,18 @@ def fit_interface(
         if own is not None and own.dim() == stem.dim() > 1:
             # A stem may take the pixels of a block as channels.
             fields["in_chans"] = stem.shape[1] * like.in_chans // own.shape[1]
-    if isinstance(like, ViTConfig) and "pos_embed" in state and "img_size" not in settings:
+    if isinstance(like, ViTConfig) and "pos_embed" in state:
         # Keep the image size of `like` if it has as many patches; else assume square images.
         patches = state["pos_embed"].shape[1] - like.embed_class_token
         side = math.isqrt(patches)
         if math.prod(token_grid(like.img_size, like.patch_size)) != patches:
-            if side**2 != patches:
+            if side**2 != patches and "img_size" not in settings:
                 raise UserError(
                     f"the position embedding has {patches} patches, not a square number; set "
                     f"img_size to the height and width of the images, such as img_size=[224,448]"
                 )
             fields["img_size"] = side * like.patch_size
-    return replace(like, **fields).with_overrides(**settings)
+    return replace(like, **{name: value for name, value in fields.items() if name not in settings})
 
 
 def _from_public(name: str) -> Checkpoint:

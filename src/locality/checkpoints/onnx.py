@@ -1,4 +1,4 @@
-"""Graphs that run without this library: write ONNX and torch.export files, open ONNX files."""
+"""ONNX graphs, which run without this library: write and open them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +19,12 @@ from locality.checkpoints.native import Checkpoint
 from locality.checkpoints.registry import FORMAT, check_export_path
 from locality.data.config import Preprocessing
 from locality.errors import UserError, prefix_errors, require, wrap_errors
-from locality.files import atomic_file, parse_json, read_bytes, write_atomic
+from locality.files import parse_json, read_bytes, write_atomic
 from locality.models.base import ImageClassifier
 from locality.models.config import CvTConfig
 
-Format = Literal["onnx", "torch-export"]
-
 INPUT, OUTPUT = "images", "logits"
 """Names of a graph's input and output."""
-
-DESCRIPTION = "locality.json"
-"""Name of the description inside a torch.export file."""
 
 TOLERANCE = 1e-4
 """Tolerance for an ONNX graph's logits, relative to the largest logit."""
@@ -41,22 +36,20 @@ _ERRORS = 3  # ONNX Runtime's severity
 def export(
     model: nn.Module,
     path: Path | str,
-    format: Format = "onnx",
     *,
     preprocessing: Preprocessing | None = None,
     classes: Sequence[str] | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a model as a graph that runs without this library, for any batch size.
+    """Write a model as an ONNX graph that runs without this library, for any batch size.
 
     A CvT without position embeddings also accepts images of any height and width; other models have
     a fixed image size. The graph is the model in evaluation mode and fp32. If ONNX Runtime is
-    installed, an ONNX graph is compared with the model before it is written.
+    installed, the graph is compared with the model before it is written.
 
     Args:
         model: any model of this library; not modified.
-        path: the file, ending in .onnx or .pt2.
-        format: "onnx", or "torch-export" for `torch.export.load`.
+        path: the file, ending in .onnx.
         preprocessing, classes: stored in the file for `open_model`.
         overwrite: replace an existing file.
 
@@ -64,14 +57,13 @@ def export(
         the path.
 
     Raises:
-        UserError: for an unknown format, a wrong suffix, a missing folder, a model of another
-            library or with images too small to export, missing ONNX packages, or a graph whose
-            logits differ from the model's.
+        UserError: for a wrong suffix, a missing folder, a model of another library or with images
+            too small to export, missing ONNX packages, or a graph whose logits differ from the
+            model's.
     """
     path = Path(path)
-    check_export_path(path, format, overwrite)
-    if format == "onnx":
-        require("exporting to ONNX", "locality[export]", "onnx", "onnxscript")
+    check_export_path(path, overwrite)
+    require("exporting to ONNX", "locality[export]", "onnx", "onnxscript")
     checkpoint = Checkpoint.of(model, preprocessing, classes)
     preprocessing = checkpoint.preprocessing
     copy = checkpoint.build()
@@ -84,14 +76,9 @@ def export(
         )
     with torch.no_grad(), suppress_warnings():
         program = torch.export.export(copy, (_example(copy, 2),), dynamic_shapes=(axes,))
-    description = json.dumps(checkpoint.describe())
-    if format == "onnx":
-        content = _onnx(program, axes, description)
-        _check_onnx(copy, content)
-        write_atomic(path, content)
-    else:
-        with atomic_file(path) as file:
-            torch.export.save(program, file, extra_files={DESCRIPTION: description})
+    content = _onnx(program, axes, json.dumps(checkpoint.describe()))
+    _check_onnx(copy, content)
+    write_atomic(path, content)
     return path
 
 

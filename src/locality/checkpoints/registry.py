@@ -41,9 +41,6 @@ WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 KEY_MAP_NAMES = (FORMAT, "timm", "microsoft", "transformers")
 """The formats that `convert` writes, the keys of `KEY_MAPS`."""
 
-EXPORT_SUFFIXES: dict[str, str] = {"onnx": ".onnx", "torch-export": ".pt2"}
-"""File suffix of each export format."""
-
 Kind = Literal["graph", "run", "path", "public", "timm", "hub"]
 
 
@@ -194,18 +191,13 @@ def check_target(target: Path, to: str, overwrite: bool) -> None:
         check_output_folder(target, overwrite)
 
 
-def check_export_path(path: Path, format: str, overwrite: bool) -> None:
+def check_export_path(path: Path, overwrite: bool) -> None:
     """Check that `export` can write a file.
 
     Raises:
-        UserError: for an unknown format, a wrong suffix, a missing folder, or an existing file
-            without `overwrite`.
+        UserError: for a wrong suffix, a missing folder, or an existing file without `overwrite`.
     """
-    suffix = lookup("export format", format, EXPORT_SUFFIXES)
-    if path.suffix != suffix:
-        others = ", ".join(f"{name} ({ending})" for name, ending in EXPORT_SUFFIXES.items())
-        raise UserError(
-            f"a file of format '{format}' must end in {suffix}, not {path}; formats: {others}"
-        )
+    if path.suffix != ".onnx":
+        raise UserError(f"an exported graph must end in .onnx, not {path}")
     check_parent(path)
     check_output(path, overwrite=overwrite)

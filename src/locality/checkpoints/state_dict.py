@@ -158,8 +158,6 @@ def unpickle(file: IO[bytes], path: Path | str) -> Any:
             what = "is neither a safetensors nor a PyTorch file of tensors"
         elif "TorchScript" in str(error):
             what = "is a TorchScript program, not weights; save the model's state_dict instead"
-        elif Path(path).suffix == ".pt2" or "data.pkl" in str(error):
-            what = "is a torch.export program, not weights; run it with torch.export.load"
         else:
             what = f"is damaged or truncated: {one_line(error)}"
         raise UserError(f"{path} {what}") from error

@@ -87,23 +87,21 @@ def convert(arguments: Sequence[str]) -> None:
 
 
 def export(arguments: Sequence[str]) -> None:
-    """Export a model as an ONNX graph or a torch.export program with dynamic batch size (and
-    image size, if the model supports any).
+    """Export a model as an ONNX graph for any batch size (and image size, if the model supports
+    any).
     """
     parser = Parser("export", export.__doc__)
     parser.add_model("model")
-    parser.add_argument("output", help="file ending in .onnx or .pt2")
-    parser.add("--format", "onnx", "onnx or torch-export")
+    parser.add_argument("output", help="file ending in .onnx")
     parser.add_overwrite()
     options = parser.read(arguments)
 
-    check_export_path(Path(options.output), options.format, options.overwrite)
+    check_export_path(Path(options.output), options.overwrite)
     opened = GivenModel(options.model, options).opened
     print(
         checkpoints.export(
             opened.module(),
             options.output,
-            options.format,
             preprocessing=opened.preprocessing,
             classes=opened.classes,
             overwrite=options.overwrite,
