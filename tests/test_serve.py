@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from urllib.parse import urlparse
 
-import anyio
 import psutil
 import pytest
 import torch
@@ -28,12 +27,6 @@ pytest.importorskip("fastapi")
 pytestmark = pytest.mark.slow
 
 CLASSES = [f"digit <b>{number}</b>" for number in range(10)]
-
-
-def run_alone(coroutine):
-    """Run in a separate thread, since other tests' browsers leave an event loop in this one."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(anyio.run, coroutine).result()
 
 
 def photo(size=(60, 40), form="PNG", **options):

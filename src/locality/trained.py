@@ -28,7 +28,7 @@ from locality.analysis.runs import RecordedRun, group, read_runs
 from locality.checkpoints.api import Classifier, open_model
 from locality.data.decoding import to_rgb
 from locality.data.folder import image_files, read_image
-from locality.data.resizing import high_resolution_crop
+from locality.data.preprocessing import high_resolution_crop
 from locality.errors import UserError, wrap_errors
 from locality.figures import charts
 from locality.figures.style import figure_bytes

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +33,6 @@ from locality.models.variants import named
 from locality.settings import from_dict
 
 require("locality.transformers", "locality[transformers]", "transformers")
-
-if int((_INSTALLED := version("transformers")).partition(".")[0]) < 5:
-    raise UserError(
-        f"locality.transformers needs transformers 5, and {_INSTALLED} is installed: "
-        f"pip install 'locality[transformers]'"
-    )
 
 from transformers import (  # noqa: E402
     AutoConfig,

@@ -75,7 +75,7 @@ SHUFFLED = {
     "50% in their own order": "shuffled_50",
     "each in its own order": "shuffled_100",
 }
-"""Order of an image's patches → suffix of the dataset (`locality.data.shuffled`)."""
+"""Order of an image's patches → suffix of the dataset (`locality.data.datasets`)."""
 _OWN = "each in its own order"
 
 _ADAMW = {"optim__name": "adamw", "optim__lr": 1e-3, "optim__weight_decay": 0.05}

@@ -141,18 +141,6 @@ def test_classes_without_a_name_have_their_number(tmp_path, randomise):
     assert open_model(tmp_path).classes == ("fox", "1", "dog")
 
 
-@pytest.mark.parametrize("name", [CONVIT, DEIT])
-def test_training_arguments_of_timms_are_read_or_named(name, tmp_path, randomise, caplog):
-    saved_by_timm(tmp_path, randomise, name, **SMALL)
-    content = json.loads((tmp_path / "config.json").read_text())
-    rates = {"drop_rate": 0.1, "proj_drop_rate": 0.2, "drop_path_rate": 0.3}
-    content["model_args"] |= rates | {"attn_drop_rate": 0.4, "pos_drop_rate": 0.0}
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    config = open_model(tmp_path).model.config
-    assert {field: getattr(config, field) for field in rates} == rates
-    assert "attn_drop_rate=0.4" in caplog.text and "pos_drop_rate" not in caplog.text
-
-
 def test_a_repository_of_timms_opens_as_its_folder(tmp_path, randomise, image, monkeypatch):
     saved_by_timm(tmp_path, randomise, CONVIT, **SMALL)
     monkeypatch.setattr(loading, "snapshot_download", lambda name, **_: tmp_path)

@@ -10,8 +10,12 @@ from PIL import Image
 from timm.data import create_transform
 
 from locality.data import AugmentConfig, Preprocessing
-from locality.data.preprocessing import eval_transform, train_transform
-from locality.data.resizing import cropped_share, resize_and_crop
+from locality.data.preprocessing import (
+    cropped_share,
+    eval_transform,
+    resize_and_crop,
+    train_transform,
+)
 
 
 def timms(image, preprocessing):

@@ -3,7 +3,7 @@ import pytest
 
 from locality.data import open_data
 from locality.data.config import DataConfig
-from locality.data.shuffled import shuffle_patches
+from locality.data.datasets import shuffle_patches
 from locality.errors import UserError
 
 

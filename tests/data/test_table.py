@@ -153,8 +153,6 @@ def test_class_names_in_other_forms_of_unicode_are_the_same(twelve):
     ("rows", "folders", "used"),
     [
         (["id,name", "0,a", "1,b"], {"a": 4, "b": 4}, False),
-        (['"', "\0"], {"a": 4, "b": 4}, False),
-        (["image,label", "a/000.png,c", "b/000.png,d"], {"a": 4, "b": 4}, True),
         (["image,label", "train/a/000.png,c"], {"train/a": 4, "val/a": 4}, False),
         (["id,name"], {"images": 4}, True),
     ],

@@ -25,7 +25,7 @@ from locality.analysis.pictures import DECADES, data_url, prepare_sample
 from locality.analysis.taps import LayerView, capture, eval_mode
 from locality.checkpoints import Classifier
 from locality.data.decoding import to_rgb
-from locality.data.resizing import high_resolution_crop
+from locality.data.preprocessing import high_resolution_crop
 from locality.errors import UserError
 from locality.models.variants import family_of
 from locality.templates import render, write_page

@@ -41,7 +41,7 @@ TIMM_NAMES = {f"convit_{size}": f"convit_{size}" for size in ("tiny", "small", "
 _OURS = {theirs: ours for ours, theirs in TIMM_NAMES.items()} | {
     "deit_base_patch16_384": "deit_base"
 }
-# timm's arguments that are fields of `ViTConfig`, those converted, and those without effect here.
+# timm's arguments that are fields of `ViTConfig`, and those converted.
 _SAME = {
     *("num_classes", "in_chans", "img_size", "patch_size", "embed_dim", "depth", "num_heads"),
     *("mlp_ratio", "qkv_bias", "global_pool", "drop_rate", "proj_drop_rate", "drop_path_rate"),
@@ -49,10 +49,6 @@ _SAME = {
 _CONVIT = _SAME | {"use_pos_embed", "locality_strength"}
 _DEIT = _SAME | {"class_token"}
 _CONVERTED = {"local_up_to_layer", "no_embed_class", "fc_norm"}
-_UNUSED = {"pos_drop_rate", "patch_drop_rate", "attn_drop_rate"}
-_NO_EFFECT = {"weight_init", "dynamic_img_size", "strict_img_size"}
-# All other arguments must be off, except these.
-_ON = {"final_norm", "proj_bias"}
 
 CVT_STAGES = {
     **{name: name for name in ("embed_dim", "num_heads", "depth", "mlp_ratio", "qkv_bias")},
@@ -96,7 +92,7 @@ def _timm(content: Mapping[str, Any]) -> tuple[Checkpoint, KeyMap]:
     shape = {"num_classes?": int, "model_args?": dict, "pretrained_cfg?": dict, "global_pool?": str}
     checks.shaped("it", content, shape)
     name = content["architecture"].partition(".")[0]
-    data = dict(content.get("pretrained_cfg") or content)  # timm before 0.6 had one level
+    data = dict(content.get("pretrained_cfg") or {})
     args = {"num_classes": content.get("num_classes"), **(content.get("model_args") or {})}
     args = {
         name: tuple(value) if isinstance(value, list) else value
@@ -120,8 +116,7 @@ def _timm(content: Mapping[str, Any]) -> tuple[Checkpoint, KeyMap]:
         if not timm.is_model(name):
             raise UserError(f"timm has no architecture '{name}'")
         config, key_map = TimmConfig.named(name).with_overrides(**args), OTHER_TIMM
-    labels = content.get("label_names") or data.get("label_names") or content.get("labels")
-    classes = class_names(labels, config.num_classes)
+    classes = class_names(content.get("label_names") or data.get("label_names"), config.num_classes)
     title = PREFIX + name if key_map is OTHER_TIMM else None
     return Checkpoint(config, {}, title, timm_preprocessing(data), classes), key_map
 
@@ -140,10 +135,8 @@ def _ours(name: str, args: Mapping[str, Any], pool: str | None) -> Any:
         return None
     base = VARIANTS[_OURS[name]].config
     same = _CONVIT if base.gpsa_layers else _DEIT
-    others = args.keys() - same - _CONVERTED - _UNUSED - _NO_EFFECT
-    if any(bool(args[name]) != (name in _ON) for name in others):
+    if args.keys() - same - _CONVERTED:
         return None
-    _say_unused({name: args.get(name) for name in _UNUSED})
     fields: dict[str, Any] = {"global_pool": pool or "token"}
     fields |= {name: value for name, value in args.items() if name in same}
     if same is _CONVIT:
@@ -162,13 +155,6 @@ def _ours(name: str, args: Mapping[str, Any], pool: str | None) -> Any:
         token = fields.get("class_token", True)
         fields["embed_class_token"] = token and not args.get("no_embed_class", False)
     return base.with_overrides(**fields)
-
-
-def _say_unused(fields: Mapping[str, Any]) -> None:
-    """Log the settings of a foreign configuration that differ from zero and are not used."""
-    for name, value in sorted(fields.items()):
-        if any(value) if isinstance(value, (list, tuple)) else value:
-            _log.warning(f"{name}={value} of the weights' configuration is not used here")
 
 
 def _transformers(folder: Path, content: Mapping[str, Any]) -> Checkpoint:
@@ -191,7 +177,9 @@ def _transformers(folder: Path, content: Mapping[str, Any]) -> Checkpoint:
             raise UserError(
                 f"{name} is {content.get(name)!r}; only {value} is supported in transformers' CvTs"
             )
-    _say_unused({name: content.get(name) for name in ("drop_rate", "attention_drop_rate")})
+    for name in ("drop_rate", "attention_drop_rate"):
+        if any(content.get(name) or ()):
+            _log.warning(f"{name}={content[name]} of the weights' configuration is not used here")
     labels = content.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"})  # transformers' default
     prepared = _preprocessor(folder / PREPROCESSOR)
     config = CvTConfig(

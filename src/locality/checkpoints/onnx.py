@@ -30,7 +30,6 @@ TOLERANCE = 1e-4
 """Tolerance for an ONNX graph's logits, relative to the largest logit."""
 
 _MAX_BYTES = 2 << 30  # Protocol Buffers' own limit
-_ERRORS = 3  # ONNX Runtime's severity
 
 
 def export(
@@ -205,9 +204,7 @@ def open_graph(path: Path) -> tuple[Callable[[Tensor], Tensor], Checkpoint]:
 
 
 def _session(content: bytes) -> Any:
-    """A quiet ONNX Runtime session on the CPU."""
+    """An ONNX Runtime session on the CPU."""
     import onnxruntime
 
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = _ERRORS
-    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])

@@ -364,16 +364,7 @@ def folders(arguments: Sequence[str]) -> int:
         "folder", nargs="?", default=None, help="with train/ and val/, or one folder per class"
     )
     parser.add("--quiet", False, "print no progress bar")
-    read = [
-        "dataset",
-        "allow_outside",
-        "grey_bits",
-        "max_pixels",
-        "exif",
-        "image_column",
-        "label_column",
-    ]
-    unread = {setting.name for setting in dataclasses.fields(DataConfig)}.difference(read)
+    unread = {setting.name for setting in dataclasses.fields(DataConfig)} - _READING
     parser.add_settings(DataConfig(), "data.", skip=unread, short={"dataset": "--dataset"})
     options = parser.read(arguments)
 

@@ -89,25 +89,9 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
     Raises:
         BadImage: the file cannot be read, is not a regular file, or is too large.
     """
-    with _opened(path) as file:
-        return file.read()
-
-
-def check_header(path: str | os.PathLike[str], decoding: Decoding = DEFAULT_DECODING) -> None:
-    """Check that a file is an image by its first bytes, without decoding it.
-
-    Raises:
-        BadImage: the file cannot be read, is empty, is not an image, or is too large.
-    """
-    with _opened(path) as file, _quiet():
-        _open_image(file, decoding)
-
-
-@contextlib.contextmanager
-def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     try:
         with files.open_file(path, MAX_FILE_BYTES) as file:
-            yield file
+            return file.read()
     except UserError as error:
         raise BadImage(str(error)) from error
     except OSError as error:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
-from locality.data.decoding import BadImage, check_header, decode, read_bytes
+from locality.data.decoding import BadImage, decode, read_bytes
 from locality.errors import UserError, some, wrap_errors
 from locality.files import gunzip, in_threads, open_file
 
@@ -71,14 +71,6 @@ class ImageSource(ABC):
     @abstractmethod
     def describe(self, index: int) -> str:
         """The name of image `index` in messages: its path if it has one."""
-
-    def check_header(self, index: int) -> None:
-        """Check image `index`, if possible without decoding it.
-
-        Raises:
-            BadImage: the image cannot be read.
-        """
-        self.read(index)
 
     def files(self, indices: npt.NDArray[np.int64]) -> Iterable[tuple[str, str]]:
         """The files that hold the images at `indices`: names within the dataset, and paths.
@@ -135,9 +127,6 @@ class Subset(ImageSource):
 
     def describe(self, index: int) -> str:
         return self.source.describe(int(self.indices[index]))
-
-    def check_header(self, index: int) -> None:
-        self.source.check_header(int(self.indices[index]))
 
     def files(self, indices: npt.NDArray[np.int64]) -> Iterable[tuple[str, str]]:
         return self.source.files(self.indices[indices])
@@ -210,9 +199,6 @@ class FileSource(ImageSource):
     def read_bytes(self, index: int) -> bytes:
         """The encoded image file."""
         return read_bytes(self.describe(index))
-
-    def check_header(self, index: int) -> None:
-        check_header(self.describe(index), self.decoding)
 
     def files(self, indices: npt.NDArray[np.int64]) -> Iterator[tuple[str, str]]:
         for index in indices.tolist():

@@ -24,7 +24,6 @@ from locality.data.classes import sort_classes
 from locality.data.config import DataConfig
 from locality.data.folder import (
     class_name,
-    find_splits,
     is_inside,
     list_entries,
     log_names,
@@ -112,16 +111,7 @@ def has_table(folder: Path) -> bool:
         return False
     if len(list_entries(folder)[0]) < 2:
         return True
-    if "val" in find_splits(folder):
-        why = "there are training and validation folders"
-    else:
-        try:
-            config, rows = DataConfig("table", str(path)), _rows(path)
-            _columns(path, config, _heading(path, config, rows)[0])
-            return True
-        except UserError as error:
-            why = f"there are class folders, and {error}"
-    log_once(f"'{path}' is not used: {why}; to use it, give it in place of '{folder}'")
+    log_once(f"'{path}' is not used beside folders; to use it, give it in place of '{folder}'")
     return False
 
 

@@ -1,7 +1,7 @@
 """Dataset validation: the report of `data check`, and the check of a run's validation images.
 
-Validation images are decoded before training, or mostly only their headers if there are many, so
-that a damaged one is reported before the first step, not at the first evaluation.
+Validation images are decoded before training, of many an even choice, so that a damaged one is
+reported before the first step, not at the first evaluation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from locality.data.config import DataConfig, InputConfig
 from locality.data.datasets import open_data
 from locality.data.decoding import BadImage
 from locality.data.folder import find_splits, left_out, list_folder
-from locality.data.resizing import MOST_CROPPED, cropped_share
+from locality.data.preprocessing import MOST_CROPPED, cropped_share
 from locality.data.sources import ImageSource
 from locality.errors import UserError, printable, some
 from locality.files import in_threads
@@ -37,7 +37,7 @@ class Examined(NamedTuple):
     Attributes:
         fault: why it cannot be decoded; "" if it can.
         digest: the same for equal pixels.
-        width, height: in pixels; 0 if only the header was read.
+        width, height: in pixels.
         mode: the file's colour mode.
         bits: (used, available) bits of a 16-bit grey.
     """
@@ -50,14 +50,11 @@ class Examined(NamedTuple):
     bits: tuple[int, int] | None = None
 
 
-def examine(source: ImageSource, sampled: int = 1) -> Iterator[Examined]:
-    """Decode every `sampled`-th image, and read the headers of the others."""
+def examine(source: ImageSource) -> Iterator[Examined]:
+    """Decode all images."""
 
     def examined(index: int) -> Examined:
         try:
-            if index % sampled:
-                source.check_header(index)
-                return Examined()
             image = source.read(index)
         except BadImage as error:
             return Examined(str(error))
@@ -223,7 +220,7 @@ def check(
 
 
 def verify(source: ImageSource, preprocessing: InputConfig | None = None) -> str:
-    """Check that all validation images can be read.
+    """Check that validation images can be read: all, or `MAX_DECODED` of more.
 
     Args:
         source: the images.
@@ -237,8 +234,9 @@ def verify(source: ImageSource, preprocessing: InputConfig | None = None) -> str
     """
     if source.pixels is not None:
         return ""
-    whole = len(source) <= MAX_DECODED
-    examined = [*examine(source, sampled=1 if whole else 100)]
+    count = len(source)
+    source = source.subset(np.arange(count)[:: 1 + (count - 1) // MAX_DECODED])
+    examined = [*examine(source)]
     bad = [index for index, image in enumerate(examined) if image.fault]
     if bad:
         raise UserError(
@@ -249,13 +247,13 @@ def verify(source: ImageSource, preprocessing: InputConfig | None = None) -> str
     unused = _unused_bits(used := _most_used(image.bits for image in examined))
     if _black(used):
         raise UserError(f"the validation images are black: {unused}")
-    notes = [f"all {len(source):,} validation images can be decoded"]
-    if not whole:
-        notes = [f"validation images: {len(source):,} headers read, one in a hundred decoded"]
+    notes = [f"all {count:,} validation images can be decoded"]
+    if len(source) < count:
+        notes = [f"{len(source):,} of {count:,} validation images were decoded"]
     if unused:
         notes.append(unused)
     if preprocessing is not None and preprocessing.crop_mode == "center":
-        dropped = _cropped((image for image in examined if image.width), preprocessing.size)
+        dropped = _cropped(examined, preprocessing.size)
         if dropped > MOST_CROPPED:
             notes.append(
                 f"the centre crop drops {dropped:.0%} of their pixels (--input.crop_mode squash "

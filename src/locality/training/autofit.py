@@ -14,7 +14,7 @@ import numpy as np
 
 from locality.data import open_data
 from locality.data.decoding import BadImage
-from locality.data.resizing import MOST_CROPPED, cropped_share
+from locality.data.preprocessing import MOST_CROPPED, cropped_share
 from locality.data.sources import ImageSource
 from locality.errors import UserError
 from locality.machine import idle_processors

@@ -1,4 +1,4 @@
-// The model's preprocessing of a user's photograph: `locality.data.resizing`, with Pillow's resampling.
+// The model's preprocessing of a user's photograph: `locality.data.preprocessing`, with Pillow's resampling.
 
 const FILTERS = { // support (half width) and kernel
   nearest: [0, () => 1],
