@@ -115,10 +115,10 @@ def near(given: str, accepted: Iterable[str], texts: Mapping[str, str] = {}) -> 
         return [name for name, text in texts.items() if re.search(pattern, text)]
 
     like = [each for part in parts for each in difflib.get_close_matches(part, last, 1, cutoff=0.8)]
-    found = ending(parts) or explained(rf"^(the )?{said}\b")
-    found = found or [*ending(like), *explained(rf"\b{said}\b")]
-    found = found or difflib.get_close_matches(word, ending(last), 3, cutoff=0.5)
-    return list(dict.fromkeys(found))[:3]
+    matches = ending(parts) or explained(rf"^(the )?{said}\b")
+    matches = matches or [*ending(like), *explained(rf"\b{said}\b")]
+    matches = matches or difflib.get_close_matches(word, ending(last), 3, cutoff=0.5)
+    return list(dict.fromkeys(matches))[:3]
 
 
 def unknown(
@@ -138,9 +138,9 @@ def unknown(
         texts: help texts by name, for `near`.
     """
     names = sorted(accepted)
-    found = near(given, names, texts)
-    hints = [f"did you mean {' or '.join(found)}?"] if found else []
-    if not found or len(names) <= _FEW:
+    suggested = near(given, names, texts)
+    hints = [f"did you mean {' or '.join(suggested)}?"] if suggested else []
+    if not suggested or len(names) <= _FEW:
         hints.append("known: " + some([name or "''" for name in names], _MOST, quote=""))
     return error(f"unknown {kind} '{given}'; {' '.join(hints)}")
 

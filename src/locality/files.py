@@ -166,10 +166,10 @@ def read_rows(
         rows = [dict(zip(lines[0], line, strict=False)) for line in lines[1:] if line]
     for number, row in enumerate(rows, 1):
         for column, check in wanted.items():
-            place = f"{path}, row {number}: {column}"
+            where = f"{path}, row {number}: {column}"
             if (cell := row.get(column)) is None:
-                raise UserError(f"{place} is missing")
-            with wrap_errors(f"{place} is {cell!r}", LookupError, ValueError, OverflowError):
+                raise UserError(f"{where} is missing")
+            with wrap_errors(f"{where} is {cell!r}", LookupError, ValueError, OverflowError):
                 check(cell)
     return rows
 

@@ -107,8 +107,8 @@ class Predictions:
             elif times > rows[label]["times"]:
                 rows[label] |= {"confused": self.classes[predicted], "times": times}
         for row in rows:
-            for share, of in (("recall", "images"), ("precision", "called")):
-                row[share] = 100 * row["right"] / row[of] if row[of] else None
+            for share, total in (("recall", "images"), ("precision", "called")):
+                row[share] = 100 * row["right"] / row[total] if row[total] else None
         return rows
 
     def by_recall(self) -> list[dict[str, Any]]:

@@ -179,10 +179,10 @@ class LocalityForImageClassification(PreTrainedModel):
             output.hidden_states = tuple(hidden)
         if attentions:
             maps = [view.maps for view in views]
-            output.attentions = tuple(each.mixed for each in maps)
-            output.content_attentions = tuple(each.content for each in maps)
-            output.positional_attentions = tuple(each.position for each in maps)
-            output.gates = tuple(each.gate for each in maps)
+            output.attentions = tuple(layer.mixed for layer in maps)
+            output.content_attentions = tuple(layer.content for layer in maps)
+            output.positional_attentions = tuple(layer.position for layer in maps)
+            output.gates = tuple(layer.gate for layer in maps)
         return output
 
     def init_weights(self) -> None:

@@ -123,8 +123,8 @@ def render_page(
         content: other variables of the template.
     """
     unit, scale, uniform = nonlocality_unit(grids)
-    for each in grids:
-        each["unit"] = scale(each)
+    for layer in grids:
+        layer["unit"] = scale(layer)
     page = {"decades": DECADES, "unit": unit, "uniform": uniform, **page}
     data = json.dumps(page, separators=(",", ":"), allow_nan=False)
     packed = [
@@ -153,9 +153,9 @@ def _observe(subject: Classifier, batch: Tensor) -> tuple[dict[str, Any], list[b
     model = subject.module()
     subject.check_logits(subject.logits(batch))
     layers = {
-        found["name"]: {name: found[name] for name in _MEASURED}
-        | {"nonlocality": found["nonlocality"]["mean"]}
-        for found in measure_model(model, batch)["layers"]
+        record["name"]: {name: record[name] for name in _MEASURED}
+        | {"nonlocality": record["nonlocality"]["mean"]}
+        for record in measure_model(model, batch)["layers"]
     }
     observed = [_pack(model, image, layers) for image in batch.split(1)]
     prefix = None

@@ -113,12 +113,12 @@ def _describe(subject: Classifier) -> tuple[dict[str, Any], bytes]:
     if not config.num_classes or not config.global_pool:
         raise UserError(f"{subject.name} has no classifier; the live page needs one")
     grid = config.grids(preprocessing.size)[0]
-    state = {name: each.detach().float().cpu() for name, each in model.state_dict().items()}
+    state = {name: tensor.detach().float().cpu() for name, tensor in model.state_dict().items()}
     if "pos_embed" in state:
         prefix = int(config.embed_class_token)
         own = config.native_grids[0]
         state["pos_embed"] = position_embedding(state["pos_embed"], own, grid, prefix)
-    size = 4 * sum(each.numel() for each in state.values())
+    size = 4 * sum(tensor.numel() for tensor in state.values())
     if size > MAX_MEGABYTES * 1e6:
         raise UserError(
             f"{subject.name} has {size / 1e6:.1f} MB of weights; a live page runs models of up to "
@@ -145,7 +145,7 @@ def _describe(subject: Classifier) -> tuple[dict[str, Any], bytes]:
         "embedsToken": config.embed_class_token,
         # Index of the block before which the class token is added; -1 if at the start or never.
         "tokenJoins": config.gpsa_layers if joins_late else -1,
-        "weights": [[name, each.numel()] for name, each in state.items()],
+        "weights": [[name, tensor.numel()] for name, tensor in state.items()],
     }
-    flat = torch.cat([each.flatten() for each in state.values()])
+    flat = torch.cat([tensor.flatten() for tensor in state.values()])
     return about, half_precision(flat, f"the weights of {subject.name}")

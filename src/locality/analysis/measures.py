@@ -240,11 +240,11 @@ def _per_image(view: LayerView) -> dict[str, Tensor]:
     """Image-dependent measures of one layer, each (B, h)."""
     maps = view.maps
     prefix = maps.prefix_tokens
-    places = (maps.query_grid, maps.key_grid, prefix, maps.key_stride, maps.key_offset)
+    geometry = (maps.query_grid, maps.key_grid, prefix, maps.key_stride, maps.key_offset)
     values = {
-        "nonlocality": nonlocality(maps.mixed, *places),
+        "nonlocality": nonlocality(maps.mixed, *geometry),
         "entropy": entropy(maps.mixed, prefix),
-        "content_nonlocality": nonlocality(maps.content, *places),
+        "content_nonlocality": nonlocality(maps.content, *geometry),
     }
     if prefix:
         values["class_token_share"] = class_token_share(maps.mixed, prefix)
@@ -257,8 +257,8 @@ def _layer_record(view: LayerView) -> Record:
     focus = (None, None, None) if v_pos is None else positional_focus(v_pos)
     far = None
     if maps.position is not None:
-        places = (maps.query_grid, maps.key_grid, 0, maps.key_stride, maps.key_offset)
-        far = nonlocality(maps.position, *places)
+        geometry = (maps.query_grid, maps.key_grid, 0, maps.key_stride, maps.key_offset)
+        far = nonlocality(maps.position, *geometry)
     return {
         "name": view.name,
         "kind": "gpsa" if maps.gate is not None else "sa" if maps.position is None else "psa",

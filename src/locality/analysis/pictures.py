@@ -209,8 +209,8 @@ def _picture(view: LayerView, place: tuple[float, float] | None) -> LayerPicture
         query = int(down * height), int(right * width)
         first = query[0] * width + query[1] + maps.prefix_tokens
         rows = slice(first, first + 1)
-    found = maps.mixed[..., rows, maps.prefix_tokens :].mean(dim=-2)
-    mixed = found.unflatten(-1, maps.key_grid)
+    attention = maps.mixed[..., rows, maps.prefix_tokens :].mean(dim=-2)
+    mixed = attention.unflatten(-1, maps.key_grid)
     return LayerPicture(
         grid=maps.query_grid,
         query=query,

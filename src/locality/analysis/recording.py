@@ -94,10 +94,10 @@ def _record_mistakes(
     wrong = predictions.indices[predictions.mistakes(MAX_MISTAKES)]
     if len(wrong):
         chosen = sample_at(splits.val, preprocessing, wrong, splits.classes)
-        found = capture_pictures(model, chosen, None)
-        last = found.layers[-1]
+        captured = capture_pictures(model, chosen, None)
+        last = captured.layers[-1]
         last = replace(last, mixed=last.mixed.mean(axis=1, keepdims=True), gates=None)
-        save_pictures(replace(found, layers=[last]), run.path / MISTAKES)
+        save_pictures(replace(captured, layers=[last]), run.path / MISTAKES)
 
 
 def check_observable(config: RunConfig) -> None:

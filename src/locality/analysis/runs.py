@@ -196,12 +196,12 @@ def check_same_images(runs: Iterable[RecordedRun]) -> None:
     Raises:
         UserError: naming a run on each of the datasets.
     """
-    found = {
+    by_images = {
         ("" if run.custom else run.dataset, *run.classes()): run for run in runs if run.is_finished
     }
-    if len(found) > 1:
+    if len(by_images) > 1:
         listed = [
-            f"{run.path} is on {run.dataset} ({some(run.classes())})" for run in found.values()
+            f"{run.path} is on {run.dataset} ({some(run.classes())})" for run in by_images.values()
         ]
         raise UserError(f"give runs on the same images: {', '.join(listed)}")
 
@@ -212,11 +212,11 @@ def baselines_at(groups: Sequence[RunGroup], fraction: float) -> dict[str, Estim
     Without an interval if all have the same value.
     """
     by_repeat = {run.repeat: run.baselines for one in groups for run in one.at(fraction)}
-    found: dict[str, Estimate] = {}
+    estimates: dict[str, Estimate] = {}
     for name in dict.fromkeys(name for baselines in by_repeat.values() for name in baselines):
         values = [baselines[name] for baselines in by_repeat.values() if name in baselines]
-        found[name] = estimate(values if len(set(values)) > 1 else values[:1], groups[0].shared)
-    return found
+        estimates[name] = estimate(values if len(set(values)) > 1 else values[:1], groups[0].shared)
+    return estimates
 
 
 def _label(run: RecordedRun, others: Sequence[RecordedRun]) -> str:
@@ -236,7 +236,7 @@ def differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[
     """Settings in which configurations differ: name → values."""
     names = dict.fromkeys(name for one in settings for name in one)
     values = {name: [one.get(name) for one in settings] for name in names}
-    return {name: found for name, found in values.items() if len(set(map(repr, found))) > 1}
+    return {name: column for name, column in values.items() if len(set(map(repr, column))) > 1}
 
 
 def _format_settings(settings: Mapping[str, Any], names: Sequence[str]) -> str:
@@ -286,7 +286,7 @@ class BaselinePair:
         """Settings outside `model` in which runs of the same seed differ, by dotted name."""
         incidental = with_role(RunConfig, "how", "label", "incidental")
         first, second = ({run.repeat: flatten(run.config) for run in runs} for runs in self.runs)
-        pairs = [[first[each], second[each]] for each in first if each in second]
+        pairs = [[first[repeat], second[repeat]] for repeat in first if repeat in second]
         names = dict.fromkeys(name for pair in pairs for name in differing_settings(pair))
         return [n for n in names if not n.startswith("model.") and n not in incidental]
 

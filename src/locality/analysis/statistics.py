@@ -148,7 +148,7 @@ def mean_curve(
     }
     names = ("mean", "half_width", "n")
     return {"x": list(estimates)} | {
-        name: [getattr(each, name) for each in estimates.values()] for name in names
+        name: [getattr(one, name) for one in estimates.values()] for name in names
     }
 
 

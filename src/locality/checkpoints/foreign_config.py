@@ -200,32 +200,34 @@ def _preprocessor(path: Path) -> Preprocessing | None:
         UserError: if it is another, or prepares images in another way.
     """
     shape = {"image_mean": [float], "image_std": [float], "resample": int}
-    given = read_shaped(path, shape | {"crop_pct?": float, "rescale_factor?": float})
-    if given is None:
+    content = read_shaped(path, shape | {"crop_pct?": float, "rescale_factor?": float})
+    if content is None:
         return None
     with prefix_errors(path):
-        kind = given.get("image_processor_type") or given.get("feature_extractor_type")
-        rescaled = math.isclose(given.get("rescale_factor", 1 / 255), 1 / 255, rel_tol=1e-6)
-        if not (given.get("do_resize", True) and given.get("do_rescale", True) and rescaled):
+        kind = content.get("image_processor_type") or content.get("feature_extractor_type")
+        rescaled = math.isclose(content.get("rescale_factor", 1 / 255), 1 / 255, rel_tol=1e-6)
+        if not (content.get("do_resize", True) and content.get("do_rescale", True) and rescaled):
             raise UserError("it must resize images and scale them to 0 … 1")
         convnext = str(kind or "ConvNext").startswith("ConvNext")  # CvT's own
-        size = given.get("size")
+        size = content.get("size")
         if isinstance(size, int):
             size = dict.fromkeys(["shortest_edge"] if convnext else ["height", "width"], size)
         sides = [size.get(s) for s in ("height", "width")] if isinstance(size, dict) else []
         if convnext and isinstance(size, dict):
             sides = [size.get("shortest_edge")] * 2
-        if given.get("do_center_crop") or not (convnext or str(kind).startswith("ViT")):
+        if content.get("do_center_crop") or not (convnext or str(kind).startswith("ViT")):
             raise UserError(f"{kind} is not read; only ConvNextImageProcessor's and ViT's are")
         height, width = checks.typed("img_size", sides, checks.ImageSize)
-        count, normalised = len(given["image_mean"]), given.get("do_normalize", True)
+        count, normalised = len(content["image_mean"]), content.get("do_normalize", True)
         centre = convnext and height < _CONVNEXT_SQUASHES
         fields = {
             "img_size": (height, width),
-            "mean": given["image_mean"] if normalised else (0.0,) * count,
-            "std": given["image_std"] if normalised else (1.0,) * count,
-            "interpolation": dict(enumerate(_RESAMPLE)).get(given["resample"], given["resample"]),
-            "crop_pct": (given.get("crop_pct") or 224 / 256) if centre else 1.0,
+            "mean": content["image_mean"] if normalised else (0.0,) * count,
+            "std": content["image_std"] if normalised else (1.0,) * count,
+            "interpolation": dict(enumerate(_RESAMPLE)).get(
+                content["resample"], content["resample"]
+            ),
+            "crop_pct": (content.get("crop_pct") or 224 / 256) if centre else 1.0,
             "crop_mode": "center" if centre else "squash",
         }
         return from_dict(Preprocessing, fields)

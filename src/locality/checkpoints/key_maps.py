@@ -88,8 +88,8 @@ class KeyMap:
         """
         if not isinstance(config, self.families):
             raise UserError(f"the format '{self.name}' does not hold {config.title}")
-        for requirement, given in self.supported(config).items():
-            if not given:
+        for requirement, met in self.supported(config).items():
+            if not met:
                 raise UserError(
                     f"{self.title} code requires {requirement}, which this model does not have; "
                     f"use the format 'locality', or --set it to write the weights anyway"

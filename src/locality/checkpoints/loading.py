@@ -134,10 +134,10 @@ def _from_run(folder: Path) -> Checkpoint:
         fields = dict(content["model"])
         name = fields.pop("name")
         config = named(name, **fields, num_classes=len(classes))
-        given, data = content.get("input") or {}, content["data"]
-        given |= {"img_size": config.img_size}
-        given |= {name: data[name] for name in ("exif", "grey_bits") if name in data}
-        preprocessing = from_dict(Preprocessing, given, "input")
+        prepared, data = content.get("input") or {}, content["data"]
+        prepared |= {"img_size": config.img_size}
+        prepared |= {name: data[name] for name in ("exif", "grey_bits") if name in data}
+        preprocessing = from_dict(Preprocessing, prepared, "input")
     weights = state["model"] if state["ema"] is None else state["ema"]
     return Checkpoint(config, weights, name, preprocessing, tuple(classes), figures=result)
 

@@ -168,25 +168,25 @@ def _select_state_dict(content: Any, entry: str | None, path: Path) -> dict[str,
     if not isinstance(content, Mapping):
         raise UserError(f"{path} holds a {type(content).__name__}, not a state dict")
     if _is_state_dict(content):
-        found = {"": content}
+        states = {"": content}
     else:
-        found = {str(name): value for name, value in content.items() if _is_state_dict(value)}
-    if not found:
+        states = {str(name): value for name, value in content.items() if _is_state_dict(value)}
+    if not states:
         entries = some(map(str, content), quote="") or "none"
         raise UserError(f"{path} holds no state dict; its entries are: {entries}")
-    if entry is None and len(found) > 1:
-        raise several_entries(path, found)
-    chosen = found.get(entry or "", next(iter(found.values())))
+    if entry is None and len(states) > 1:
+        raise several_entries(path, states)
+    chosen = states.get(entry or "", next(iter(states.values())))
     state = {str(name): tensor for name, tensor in chosen.items()}
-    if entry is None or entry in found:
+    if entry is None or entry in states:
         return state
     inside = {
         name.removeprefix(f"{entry}."): tensor
         for name, tensor in state.items()
         if name.startswith(f"{entry}.")
     }
-    if len(found) > 1 or not inside:
-        held = ", ".join(filter(None, found)) or "one without a name; omit the entry"
+    if len(states) > 1 or not inside:
+        held = ", ".join(filter(None, states)) or "one without a name; omit the entry"
         raise UserError(f"{path} has no state dict '{entry}'; it has: {held}")
     return inside
 
@@ -221,14 +221,14 @@ def unwrap(state: State, stems: Iterable[str], path: Path) -> dict[str, Tensor]:
     Raises:
         UserError: if there are several models, for example a student and its teacher.
     """
-    found = {
+    candidates = {
         name.removesuffix(stem)
         for name in state
         for stem in stems
         if f".{name}".endswith(f".{stem}")
     }
     # The names of one model may end like those of another: the shortest prefix is the model's.
-    prefixes = [one for one in found if not any(one.startswith(o) for o in found - {one})]
+    prefixes = [one for one in candidates if not any(one.startswith(o) for o in candidates - {one})]
     if len(prefixes) > 1:
         raise several_entries(path, sorted(prefix.rstrip(".") for prefix in prefixes))
     prefix = "".join(prefixes)

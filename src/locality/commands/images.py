@@ -72,15 +72,15 @@ def predict(arguments: Sequence[str]) -> int:
     check_output(output, options.overwrite)
 
     files = list(image_files(options.images))
-    given = GivenModel(options.model, options)
-    classifier = given.opened
+    model = GivenModel(options.model, options)
+    classifier = model.opened
     read: list[Path] = []
     bad: list[str] = []
     probabilities: list[Tensor] = []
-    images = _read_images(files, given.config.data.decoding, read, bad)
+    images = _read_images(files, model.config.data.decoding, read, bad)
     # Read lazily, so that each large image is resized before the next is read.
-    while len(found := classifier(islice(images, _AT_ONCE))):
-        probabilities += found
+    while len(batch := classifier(islice(images, _AT_ONCE))):
+        probabilities += batch
     results = list(zip(read, probabilities, strict=True))
     code = report_unreadable(bad, len(files), "images")
     if options.output is not None:
@@ -158,17 +158,17 @@ def evaluate(arguments: Sequence[str]) -> None:
     check_parent(options.predictions)
     check_output(options.predictions, options.overwrite)
 
-    given = parser.settings
+    overrides = parser.settings
     if options.images is not None:
-        if "data.root" in given:
-            raise UserError(f"give either {options.images} or --data.root {given['data.root']}")
-        given = images_at(options.images) | given
-    root, splits = given.get("data.root"), None
+        if "data.root" in overrides:
+            raise UserError(f"give either {options.images} or --data.root {overrides['data.root']}")
+        overrides = images_at(options.images) | overrides
+    root, splits = overrides.get("data.root"), None
     if root is not None and not Path(root).exists():  # before a model is loaded
         raise missing(Path(root))
     config = model.config
     # Options override the run's data settings, unless they name another dataset.
-    if given.get("data.dataset", config.data.dataset) != config.data.dataset:
+    if overrides.get("data.dataset", config.data.dataset) != config.data.dataset:
         decoding = {name: getattr(config.data, name) for name in ("exif", "grey_bits")}
         config = dataclasses.replace(config, data=DataConfig(**decoding))
     own = config.data.root
@@ -178,15 +178,15 @@ def evaluate(arguments: Sequence[str]) -> None:
         other = splits is None
     if other:  # the run's splits do not apply to other images
         config = replace(config, _WHOLE)
-    chosen = replace(config, given).data
+    chosen = replace(config, overrides).data
     if model.kind == "run" and root is None and chosen.dataset == config.data.dataset:
         RunFolder(model.what).check_images(chosen)
     check_root(chosen)
 
     opened = model.opened
-    if given.keys() - {"data.root", "data.dataset"}:
+    if overrides.keys() - {"data.root", "data.dataset"}:
         splits = None  # overridden
-    whole = other and not given.keys() & {"data.val_part", "data.val_fraction", "data.fold"}
+    whole = other and not overrides.keys() & {"data.val_part", "data.val_fraction", "data.fold"}
     splits = training.open_for(
         opened, chosen, config.seed, whole, recorded=not other, splits=splits
     )
@@ -245,17 +245,17 @@ def _by_class(predictions: Predictions) -> list[str]:
     called = Counter(predictions.predicted.tolist()) if len(shown) == len(rows) else Counter()
     columns = sorted({*numbers, *(number for number, _ in called.most_common(_CLASSES))})
     confusion = predictions.confusion(numbers, columns).tolist()
-    found, counts = list[list[Any]](), list[list[Any]]()
+    recalls, counts = list[list[Any]](), list[list[Any]]()
     for row, confused in zip(shown, confusion, strict=True):
         name = f"{row['number'] + 1} {printable(row['name'])}"
         precision = f"{row['precision']:.1f}" if row["called"] else ""
-        found.append([name, row["images"], f"{row['recall']:.1f}", precision])
+        recalls.append([name, row["images"], f"{row['recall']:.1f}", precision])
         counts.append([name, *(count or "" for count in confused)])
     left = f"; shown: lowest recall, {len(shown)} of {len(rows)} classes" * (len(shown) < len(rows))
     never = predictions.never
     return [
         "",
-        table(found, ["class", "images", "recall %", "precision %"]),
+        table(recalls, ["class", "images", "recall %", "precision %"]),
         f"mean recall {predictions.macro:.1f}%{left}"
         + (f"; never predicted: {some(never)}" if never else ""),
         "",
@@ -280,17 +280,17 @@ def explore(arguments: Sequence[str]) -> None:
     page_name = "live.html" if options.live else "explorer.html"
     output = options.output or page_in(options.models, page_name)
 
-    given = [GivenModel(model, options) for model in options.models]
+    models = [GivenModel(model, options) for model in options.models]
     if options.output is not None:  # else the run's own page
         check_output(output, options.overwrite)
-    shown = _shown(options.images, given[0], options.count or (20 if options.live else 8))
+    shown = _shown(options.images, models[0], options.count or (20 if options.live else 8))
     from locality.analysis.explorer import write_explorer
     from locality.analysis.live import live_page
 
-    subjects = [model.opened for model in given]
+    subjects = [model.opened for model in models]
     names, labels, images = zip(*shown, strict=True)
     if options.live:
-        digits = given[0].kind == "run" and given[0].config.data.dataset == "digits"
+        digits = models[0].kind == "run" and models[0].config.data.dataset == "digits"
         text = live_page(subjects, images, labels, digits, names=names)
         page = write_page(output, text)
     else:
@@ -322,21 +322,21 @@ def serve(arguments: Sequence[str]) -> None:
 
 
 def _shown(
-    given: list[str] | None, model: GivenModel, count: int
+    paths: list[str] | None, model: GivenModel, count: int
 ) -> list[tuple[str, str, Image.Image]]:
     """The given images, else those of the model's run: (file name, class, image).
 
     The class of a given image is the name of its folder.
     """
-    if given is None:
+    if paths is None:
         if model.kind != "run":
             raise UserError(f"{model.what} is not a run folder and has no images; give --images")
         from locality.analysis.pictures import run_images
 
         return run_images(model.what, count)
-    files = list(image_files(given or []))
-    places, labels = np.unique([str(file.parent) for file in files], return_inverse=True)
-    if len(places) > 1:  # round robin over class folders
+    files = list(image_files(paths or []))
+    folders, labels = np.unique([str(file.parent) for file in files], return_inverse=True)
+    if len(folders) > 1:  # round robin over class folders
         from locality.analysis.pictures import round_robin_indices
 
         files = [files[index] for index in round_robin_indices(labels, len(files))]
@@ -368,9 +368,9 @@ def folders(arguments: Sequence[str]) -> int:
     parser.add_settings(DataConfig(), "data.", skip=unread, short={"dataset": "--dataset"})
     options = parser.read(arguments)
 
-    given = {name.removeprefix("data."): value for name, value in parser.settings.items()}
-    if options.folder and "dataset" not in given:
-        given["dataset"] = images_at(options.folder)["data.dataset"]
-    report = data.check(options.folder, progress=not options.quiet, **given)
+    settings = {name.removeprefix("data."): value for name, value in parser.settings.items()}
+    if options.folder and "dataset" not in settings:
+        settings["dataset"] = images_at(options.folder)["data.dataset"]
+    report = data.check(options.folder, progress=not options.quiet, **settings)
     print("\n".join(report.lines()))
     return 0 if report.ok else 1

@@ -35,12 +35,12 @@ def report(arguments: Sequence[str]) -> int:
     if options.output is not None:  # else the runs' own page
         check_output(output, options.overwrite)
 
-    found = run_folders(options.runs)
+    folders = run_folders(options.runs)
     from locality.analysis.runs import read_runs
     from locality.report import build_report
 
     finished, unfinished, bad = list[Path](), list[Path](), list[str]()
-    for folder in found:
+    for folder in folders:
         try:
             (run,) = read_runs([folder])
             (finished if run.is_finished and run.result else unfinished).append(folder)
@@ -48,7 +48,7 @@ def report(arguments: Sequence[str]) -> int:
             bad.append(one_line(error))
     for folder in unfinished:
         say(f"{folder} is skipped: it has not finished")
-    code = report_unreadable(bad, len(found), "runs")
+    code = report_unreadable(bad, len(folders), "runs")
     if options.record:
         from locality.analysis.recording import record_missing
 

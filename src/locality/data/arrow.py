@@ -129,15 +129,15 @@ def _load(folder: Path) -> tuple[dict[str, datasets.Dataset], list[tuple[str, st
     """The rows by split, "train" and "val", and the files: names below the folder, and paths."""
     import datasets as hf
 
-    found = sorted(path for path in folder.rglob("*") if path.suffix in (".arrow", ".parquet"))
-    if not found:
+    paths = sorted(path for path in folder.rglob("*") if path.suffix in (".arrow", ".parquet"))
+    if not paths:
         raise UserError(f"no .arrow or .parquet files in '{folder}'")
     try:
         if any((folder / name).exists() for name in ("state.json", "dataset_dict.json")):
             loaded = hf.load_from_disk(str(folder))
         else:
             # Each split on its own: together, all would be read with the class numbers of one.
-            kind = found[0].suffix[1:]
+            kind = paths[0].suffix[1:]
             splits = hf.load_dataset_builder(kind, data_dir=str(folder)).config.data_files
             loaded = {
                 str(name): hf.load_dataset(kind, data_files=[*files], split="train")
@@ -149,15 +149,15 @@ def _load(folder: Path) -> tuple[dict[str, datasets.Dataset], list[tuple[str, st
     rows = loaded if isinstance(loaded, dict) else {"train": loaded}
     if not (picked := train_and_val(rows)):
         raise UserError(f"'{folder}' has the splits {some(rows)} but no train")
-    files = [(str(path.relative_to(folder)), str(path)) for path in found]
+    files = [(str(path.relative_to(folder)), str(path)) for path in paths]
     return {part: rows[name] for part, name in picked.items()}, files
 
 
 def _column(what: str, config: DataConfig, rows: datasets.Dataset, feature: type) -> str:
     """The given column, else the only one of that feature, else the one of that name."""
-    given = getattr(config, f"{what}_column")
-    found = [name for name, has in rows.features.items() if isinstance(has, feature)]
-    candidates = [given] if given is not None else found or [what]
+    chosen = getattr(config, f"{what}_column")
+    matching = [name for name, has in rows.features.items() if isinstance(has, feature)]
+    candidates = [chosen] if chosen is not None else matching or [what]
     if len(candidates) == 1 and candidates[0] in rows.features:
         return candidates[0]
     raise UserError(

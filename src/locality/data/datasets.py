@@ -108,8 +108,8 @@ def renumber(opened: Any, order: list[str]) -> Any:
     classes, *sources = opened
     if classes == order:
         return opened
-    places = {name: number for number, name in enumerate(order)}
-    numbers = np.array([places.get(name, -1) for name in classes], dtype=np.int64)
+    index = {name: number for number, name in enumerate(order)}
+    numbers = np.array([index.get(name, -1) for name in classes], dtype=np.int64)
     parts = []
     for source in sources:
         if source is not None:

@@ -180,18 +180,18 @@ def _check_cost(image: ImageFile.ImageFile, data: bytes) -> None:
 
 def _check_png(data: bytes, image: Image.Image) -> None:
     """Refuse wrong checksums and missing rows, which Pillow accepts."""
-    place, compressed, interlaced, chunk = 8, [], False, b""
-    while chunk != b"IEND" and len(data) >= place + 12:
-        size = int.from_bytes(data[place : place + 4], "big")
-        chunk, end = data[place + 4 : place + 8], place + 8 + size
-        if zlib.crc32(data[place + 4 : end]) != int.from_bytes(data[end : end + 4], "big"):
+    offset, compressed, interlaced, chunk = 8, [], False, b""
+    while chunk != b"IEND" and len(data) >= offset + 12:
+        size = int.from_bytes(data[offset : offset + 4], "big")
+        chunk, end = data[offset + 4 : offset + 8], offset + 8 + size
+        if zlib.crc32(data[offset + 4 : end]) != int.from_bytes(data[end : end + 4], "big"):
             raise BadImage("the image is damaged (a checksum in it is wrong)")
         if chunk == b"IHDR":
-            bits = data[place + 16] * {2: 3, 4: 2, 6: 4}.get(data[place + 17], 1)
-            interlaced = bool(data[place + 20])
+            bits = data[offset + 16] * {2: 3, 4: 2, 6: 4}.get(data[offset + 17], 1)
+            interlaced = bool(data[offset + 20])
         elif chunk == b"IDAT":
-            compressed.append(data[place + 8 : end])
-        place = end + 4
+            compressed.append(data[offset + 8 : end])
+        offset = end + 4
     # Missing rows stay black: if the last row is not, skip inflating again.
     last = image.crop((0, image.height - 1, image.width, image.height))
     if not interlaced and last.getbbox(alpha_only=False) is not None:
@@ -226,7 +226,7 @@ def to_rgb(image: Image.Image, decoding: Decoding = DEFAULT_DECODING) -> Image.I
     """
     if image.info.get(_DECODED) and image.mode in ("L", "RGB"):
         return convert(image, "RGB")
-    given = image
+    original = image
     with _as_bad_image():
         turn = _TURNS.get(_orientation(image)) if decoding.exif else None
         # Only TIFF has these tags.
@@ -247,7 +247,7 @@ def to_rgb(image: Image.Image, decoding: Decoding = DEFAULT_DECODING) -> Image.I
             image = white
         image = convert(image, "RGB")
         image = image if turn is None else image.transpose(turn)
-        if image is not given:
+        if image is not original:
             image.info[_DECODED] = True
         return image
 
@@ -262,9 +262,9 @@ def _orientation(image: Image.Image) -> Any:
     record = record.removeprefix(b"Exif\0\0") if isinstance(record, bytes) else b""
     order = "<" if record.startswith(b"II") else ">"
     with contextlib.suppress(struct.error):
-        (place,) = struct.unpack_from(order + "L", record, 4)
-        (fields,) = struct.unpack_from(order + "H", record, place)
-        for field in range(place + 2, place + 2 + 12 * fields, 12):
+        (offset,) = struct.unpack_from(order + "L", record, 4)
+        (fields,) = struct.unpack_from(order + "H", record, offset)
+        for field in range(offset + 2, offset + 2 + 12 * fields, 12):
             tag, kind, count = struct.unpack_from(order + "HHL", record, field)
             if tag == ExifTags.Base.Orientation and (kind, count) == (TiffTags.SHORT, 1):
                 return struct.unpack_from(order + "H", record, field + 8)[0]
@@ -303,9 +303,9 @@ def _from_16_bits(image: Image.Image, decoding: Decoding, depth: int) -> Image.I
     transparent = image.info.get("transparency")
     if isinstance(transparent, int):
         grey[values == transparent] = 255
-    found = Image.fromarray(grey).convert("RGB")
-    found.info["bits"] = used, bits
-    return found
+    rgb = Image.fromarray(grey).convert("RGB")
+    rgb.info["bits"] = used, bits
+    return rgb
 
 
 @cache

@@ -308,13 +308,13 @@ class ImageFingerprint:
         with wrap_errors(f"{before} is not a record of images", OSError, ValueError):
             old = _parse_table(gunzip(before, "record of images", _MAX_TABLE_BYTES))
         new = _parse_table(gzip.decompress(self.table))
-        found = {
+        changes = {
             "changed": [name for name in new if name in old and old[name] != new[name]],
             "gone": [name for name in old if name not in new],
             "new": [name for name in new if name not in old],
         }
         return "; ".join(
-            f"{len(names):,} {what}: {some(names)}" for what, names in found.items() if names
+            f"{len(names):,} {what}: {some(names)}" for what, names in changes.items() if names
         )
 
 

@@ -129,20 +129,20 @@ def _heading(
 
 def _columns(path: Path, config: DataConfig, heading: list[str]) -> tuple[int, int, int | None]:
     """The indices of the columns of images, classes and splits."""
-    found = []
+    indices = []
     for option, usual in (("image_column", "image"), ("label_column", "label")):
         name = getattr(config, option) or usual
         if heading.count(name.casefold()) == 1:
-            found.append(heading.index(name.casefold()))
+            indices.append(heading.index(name.casefold()))
         elif name.isdecimal() and 1 <= int(name) <= len(heading):
-            found.append(int(name) - 1)
+            indices.append(int(name) - 1)
         else:
             raise UserError(
                 f"line 1 of '{path}' names no column '{name}' ({', '.join(heading)}); {_EXAMPLE}, "
                 f"or name the columns by --data.image_column and --data.label_column (1 and 2 "
                 f"without a heading)"
             )
-    return found[0], found[1], heading.index("split") if "split" in heading else None
+    return indices[0], indices[1], heading.index("split") if "split" in heading else None
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:

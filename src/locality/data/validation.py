@@ -144,11 +144,11 @@ class CheckReport:
                 f"{again} = {earlier}" for earlier, again in self.repeats
             ],
         }
-        for what, found in faults.items():
-            if found:
-                text += [f"{what} ({len(found):,}):", *(f"  {item}" for item in found[:most])]
-            if len(found) > most:
-                text.append(f"  … and {len(found) - most:,} more")
+        for what, items in faults.items():
+            if items:
+                text += [f"{what} ({len(items):,}):", *(f"  {item}" for item in items[:most])]
+            if len(items) > most:
+                text.append(f"  … and {len(items) - most:,} more")
         if self.ignored:
             kinds = {Path(path).suffix.lower(): path for path in reversed(self.ignored)}
             counts = left_out(self.ignored)
@@ -269,7 +269,7 @@ def _cropped(images: Iterable[Examined], shape: tuple[int, int] = (1, 1)) -> flo
 
 
 def _most_used(bits: Iterable[tuple[int, int] | None]) -> tuple[int, int] | None:
-    return min(filter(None, bits), key=lambda each: each[1] - each[0], default=None)
+    return min(filter(None, bits), key=lambda pair: pair[1] - pair[0], default=None)
 
 
 def _black(bits: tuple[int, int] | None) -> bool:

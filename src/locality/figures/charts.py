@@ -64,8 +64,8 @@ def draw_accuracy(axes: Axes, groups: Sequence[RunGroup]) -> None:
         shift = (number - (len(groups) - 1) / 2) * step
         for fraction in one.fractions:
             label = one.label if fraction == one.fractions[0] else None
-            place = fractions.index(fraction) + shift
-            _draw_seeds(axes, one, fraction, place, step * 0.22, look, label)
+            position = fractions.index(fraction) + shift
+            _draw_seeds(axes, one, fraction, position, step * 0.22, look, label)
     axes.set_xticks(range(len(fractions)), [percent(fraction) for fraction in fractions])
     axes.set_xlim(-0.6, len(fractions) - 0.4)
     axes.set_ylim(*_clip_limits(axes.get_ylim()))
@@ -78,23 +78,23 @@ _BASELINE_STYLES = {"nearest neighbour": ":", "logistic regression": "--"}
 
 def _draw_baselines(axes: Axes, groups: Sequence[RunGroup], fractions: Sequence[float]) -> None:
     """Grey lines at the baselines' accuracy on each fraction, without chance."""
-    for place, fraction in enumerate(fractions):
-        for name, found in baselines_at(groups, fraction).items():
+    for position, fraction in enumerate(fractions):
+        for name, accuracy in baselines_at(groups, fraction).items():
             if name not in _BASELINE_STYLES:
                 continue
             style: dict[str, Any] = {"color": "0.55", "linestyle": _BASELINE_STYLES[name]}
-            style |= {"linewidth": 1.2, "label": None if place else name, "zorder": 1}
+            style |= {"linewidth": 1.2, "label": None if position else name, "zorder": 1}
             if len(fractions) == 1:
-                axes.axvline(found.mean, **style)
+                axes.axvline(accuracy.mean, **style)
             else:
-                axes.plot([place - 0.4, place + 0.4], [found.mean] * 2, **style)
+                axes.plot([position - 0.4, position + 0.4], [accuracy.mean] * 2, **style)
 
 
 def _draw_seeds(
     axes: Axes,
     one: RunGroup,
     fraction: float,
-    place: float,
+    position: float,
     aside: float,
     look: Mapping[str, Any],
     label: str | None = None,
@@ -107,18 +107,18 @@ def _draw_seeds(
 
     look = {**look, "linestyle": "none"}
     values = list(one.top1(fraction).values())
-    found = one.over_runs(fraction)
+    accuracy = one.over_runs(fraction)
     for value in values if len(values) > 1 else []:
-        axes.plot(*point(place + aside, value), **look, markersize=3, alpha=0.45)
-    low, high = max(0.0, found.low or 0.0), min(100.0, found.high or 0.0)
-    width = None if found.half_width is None else [[found.mean - low], [high - found.mean]]
+        axes.plot(*point(position + aside, value), **look, markersize=3, alpha=0.45)
+    low, high = max(0.0, accuracy.low or 0.0), min(100.0, accuracy.high or 0.0)
+    width = None if accuracy.half_width is None else [[accuracy.mean - low], [high - accuracy.mean]]
     whiskers: dict[str, Any] = {"xerr" if across else "yerr": width, "label": label}
     whiskers |= {"markersize": 7, "capsize": 4, "elinewidth": 1.6}
-    x, y = point(place, found.mean)
+    x, y = point(position, accuracy.mean)
     axes.errorbar(x, y, **whiskers, **look)
     axes.annotate(
-        f"{found.mean:.1f}",
-        point(place, found.mean if across or width is None else high),
+        f"{accuracy.mean:.1f}",
+        point(position, accuracy.mean if across or width is None else high),
         annotation_clip=False,
         xytext=(0, 5),
         textcoords="offset points",
@@ -151,18 +151,18 @@ def draw_learning(axes: Axes, groups: Sequence[RunGroup], fraction: float) -> No
         for curve in curves:
             axes.plot(*curve.T, color=look["color"], linewidth=0.8, alpha=0.35)
         if curves:
-            found = mean_curve([{"x": steps, "y": top1} for steps, top1 in (c.T for c in curves)])
+            mean = mean_curve([{"x": steps, "y": top1} for steps, top1 in (c.T for c in curves)])
             # 0.15 would omit the only marker of a single evaluation.
-            every = 0.15 if len(found["x"]) > 1 else 1
+            every = 0.15 if len(mean["x"]) > 1 else 1
             look |= {"linewidth": 2.2, "markevery": every}
-            axes.plot(found["x"], found["mean"], label=one.label, **look)
+            axes.plot(mean["x"], mean["mean"], label=one.label, **look)
     _title_subset(axes, groups, fraction)
     label_axes(axes, "step", "top-1 accuracy (%)")
 
 
 def _title_subset(axes: Axes, groups: Sequence[RunGroup], fraction: float) -> None:
     """Name the subset that a panel is about, unless all runs have the same."""
-    if len({each for one in groups for each in one.fractions}) > 1:
+    if len({part for one in groups for part in one.fractions}) > 1:
         axes.set_title(subset_label(fraction))
 
 
@@ -215,9 +215,9 @@ def draw_confusion(axes: Axes, matrix: npt.NDArray[np.int64], names: Sequence[st
         axes.text(column + 0.5, row + 0.5, f"{matrix[row, column]:,}", ha="center", va="center",
                   fontsize=min(9, 90 / count), color=INK)  # fmt: skip
     labels = [_wrapped(n if len(n) <= 40 else n[:39] + "…", 20) for n in names]
-    places = np.arange(count) + 0.5
-    axes.set_xticks(places, labels, rotation=90 if max(map(len, labels)) > 2 else 0, fontsize=7)
-    axes.set_yticks(places, labels, fontsize=7)
+    centres = np.arange(count) + 0.5
+    axes.set_xticks(centres, labels, rotation=90 if max(map(len, labels)) > 2 else 0, fontsize=7)
+    axes.set_yticks(centres, labels, fontsize=7)
     axes.set(aspect="equal", xlabel="predicted", ylabel="labelled")
     axes.invert_yaxis()
 
@@ -279,14 +279,14 @@ def draw_nonlocality(axes: Axes, groups: Sequence[RunGroup], fraction: float) ->
             if not values:
                 continue
             # Average over heads first; the interval is over seeds.
-            found = [
+            estimates = [
                 estimate(list(of_layer.mean(axis=1) / scale(layer)))
                 for of_layer, layer in zip(values.values(), each, strict=True)
             ]
-            widths = [each.half_width for each in found if each.half_width is not None]
+            widths = [each.half_width for each in estimates if each.half_width is not None]
             axes.errorbar(
                 list(values),
-                [each.mean for each in found],
+                [each.mean for each in estimates],
                 yerr=widths or None,
                 label=f"{one.label}, {stage} training",
                 **own | {"markersize": 5, "capsize": 2, "elinewidth": 1} | look,

@@ -88,16 +88,16 @@ def _draw_legends(figure: Figure, grid: Sequence[Axes], panels: Sequence[Record]
 
     Scatter panels need none, as points are annotated.
     """
-    found = [axes.get_legend_handles_labels() for axes in grid]
-    if len(found) == 1 and len(found[0][1]) > 5 and not panels[0]["scatter"]:
+    legends = [axes.get_legend_handles_labels() for axes in grid]
+    if len(legends) == 1 and len(legends[0][1]) > 5 and not panels[0]["scatter"]:
         figure.legend(
-            *found[0], loc="outside lower center", ncols=3, fontsize=6.5, handlelength=1.6
+            *legends[0], loc="outside lower center", ncols=3, fontsize=6.5, handlelength=1.6
         )
         return
-    if len(found) > 1 and all(labels == found[0][1] for _, labels in found):
-        figure.legend(*found[0], loc="outside right center", fontsize=7.5, handlelength=1.6)
+    if len(legends) > 1 and all(labels == legends[0][1] for _, labels in legends):
+        figure.legend(*legends[0], loc="outside right center", fontsize=7.5, handlelength=1.6)
         return
-    for axes, panel, (_, labels) in zip(grid, panels, found, strict=True):
+    for axes, panel, (_, labels) in zip(grid, panels, legends, strict=True):
         if not panel["scatter"]:
             columns = 2 if len(labels) > 8 else 1
             legend = axes.legend(fontsize=6.5, handlelength=1.6, ncols=columns, frameon=True)
@@ -107,13 +107,13 @@ def _draw_legends(figure: Figure, grid: Sequence[Axes], panels: Sequence[Record]
 
 def _plain_ticks(axes: Axes, panel: Record) -> None:
     """Ticks at the measured x if few; on log axes, plain numbers instead of powers of ten."""
-    places = sorted({x for series in filled(panel) for x in series["x"]})
-    if len(places) <= 6 and not panel["scatter"] and "y_range" not in panel:
-        axes.set_xticks(places, [f"{place:g}" for place in places])
+    ticks = sorted({x for series in filled(panel) for x in series["x"]})
+    if len(ticks) <= 6 and not panel["scatter"] and "y_range" not in panel:
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.xaxis.set_minor_locator(NullLocator())
     elif panel["log_x"]:
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda place, _: f"{place:g}"))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:g}"))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.margins(x=0.25)
 
@@ -185,24 +185,24 @@ class Line:
     dashed: bool = False
     band: bool = True
 
-    def curve(self, found: Record) -> Record:
+    def curve(self, trajectory: Record) -> Record:
         """The curve of one run, as x and y."""
-        return {"x": found["epochs"], "y": list(self.values(found))}
+        return {"x": trajectory["epochs"], "y": list(self.values(trajectory))}
 
 
 def nonlocality_lines(layers: int) -> list[Line]:
     """One line per layer, dark to bright, and uniform attention, in `nonlocality_unit`."""
 
     def of(index: int) -> Callable[[Record], Sequence[float]]:
-        def values(found: Record) -> list[float]:
-            layer = found["layers"][index]
-            divisor = nonlocality_unit(found["layers"])[1](layer)
+        def values(trajectory: Record) -> list[float]:
+            layer = trajectory["layers"][index]
+            divisor = nonlocality_unit(trajectory["layers"])[1](layer)
             return [value / divisor for value in layer["nonlocality"]]
 
         return values
 
-    def uniform(found: Record) -> list[float]:
-        return [nonlocality_unit(found["layers"])[2]] * len(found["epochs"])
+    def uniform(trajectory: Record) -> list[float]:
+        return [nonlocality_unit(trajectory["layers"])[2]] * len(trajectory["epochs"])
 
     lines = [Line(f"layer {n + 1}", f"depth:{n / layers}", of(n)) for n in range(layers)]
     return [*lines, Line("uniform attention", "", uniform, dashed=True, band=False)]
@@ -246,7 +246,7 @@ def gate_panels(seeds: Sequence[Record]) -> list[Record]:
 
 def _over_epochs(title: str, y_label: str, lines: list[Line], seeds: Sequence[Record]) -> Record:
     series = [
-        {**vars(line), "empty": None} | mean_curve([line.curve(each) for each in seeds])
+        {**vars(line), "empty": None} | mean_curve([line.curve(trajectory) for trajectory in seeds])
         for line in lines
     ]
     plain: Record = {"x_label": "epochs", "log_x": False, "scatter": False}

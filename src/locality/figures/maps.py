@@ -154,19 +154,19 @@ def _draw_rows(
     chosen = _heads(rows, heads)
     grid = part.subplots(len(rows), len(chosen), squeeze=False)
     for line, (label, layer) in zip(grid, rows, strict=True):
-        found = layer.mixed.mean(axis=0) if image is None else layer.mixed[image]
+        attention = layer.mixed.mean(axis=0) if image is None else layer.mixed[image]
         for head, axes in zip(chosen, line, strict=True):
             axes.set_xticks([])
             axes.set_yticks([])
-            if head >= len(found):
+            if head >= len(attention):
                 axes.set_axis_off()
                 continue
-            norm, values = _scaled(found[head], per_map_scale)
+            norm, values = _scaled(attention[head], per_map_scale)
             axes.imshow(values, cmap=MAP_COLOURS, norm=norm, interpolation="nearest")
             assert layer.query is not None
             # Convert the query from the grid of queries to that of keys.
-            places = zip(layer.query, layer.key_grid, layer.grid, strict=True)
-            query = [place * keys // queries for place, keys, queries in places]
+            positions = zip(layer.query, layer.key_grid, layer.grid, strict=True)
+            query = [position * keys // queries for position, keys, queries in positions]
             _box(axes, query, layer.key_grid, layer.key_grid)
             _frame(axes, None if layer.gates is None else float(layer.gates[head]))
         line[0].set_ylabel(label, fontsize=8)

@@ -49,7 +49,7 @@ def rows_of(groups: Sequence[RunGroup]) -> list[Row]:
         both = sorted(best[1].keys() & right.keys())
         gaps = [best[1][repeat] - right[repeat] for repeat in both]
         behind.append(estimate(gaps, best[0].shared) if gaps else None)
-    significant = holm([1.0 if each is None else each.p_value() for each in behind])
+    significant = holm([1.0 if gap is None else gap.p_value() for gap in behind])
     accuracies = [estimate([*right.values()], one.shared) for one, right in (best, *others)]
     compared = zip(ranked, accuracies, [None, *behind], [False, *significant], strict=True)
     return [Row(*values) for values in compared]

@@ -56,10 +56,10 @@ def build_report(run_folders: Iterable[Path | str], output: Path | str) -> Path:
         FileNotFoundError: a folder does not exist.
         UserError: no run has finished, or a run's file cannot be read.
     """
-    given = read_runs(run_folders)
-    unfinished = [run for run in given if not run.is_finished]
-    check_same_images(given)
-    groups = group([run for run in given if run.is_finished])
+    runs = read_runs(run_folders)
+    unfinished = [run for run in runs if not run.is_finished]
+    check_same_images(runs)
+    groups = group([run for run in runs if run.is_finished])
     if not groups:
         waiting = f" ({len(unfinished)} have started)" if unfinished else ""
         raise UserError(f"none of these runs has finished{waiting}: nothing to report")
@@ -137,22 +137,22 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
     }
 
 
-def format_estimate(found: Estimate, sign: bool = False) -> str:
+def format_estimate(value: Estimate, sign: bool = False) -> str:
     """69.0 ± 2.1, or 69.0 without an interval; `sign` writes +69.0 or −69.0."""
-    mean = minus(f"{found.mean:+.1f}") if sign else f"{found.mean:.1f}"
-    return mean if found.half_width is None else f"{mean} ± {found.half_width:.1f}"
+    mean = minus(f"{value.mean:+.1f}") if sign else f"{value.mean:.1f}"
+    return mean if value.half_width is None else f"{mean} ± {value.half_width:.1f}"
 
 
-def format_share(found: Estimate) -> str:
+def format_share(value: Estimate) -> str:
     """`format_estimate` for percentages: 95.0 (84.1 to 100) where ± would exceed 0 … 100."""
-    if found.low is None or found.high is None or (found.low >= 0 and found.high <= 100):
-        return format_estimate(found)
-    return f"{found.mean:.1f} ({max(0.0, found.low):.3g} to {min(100.0, found.high):.3g})"
+    if value.low is None or value.high is None or (value.low >= 0 and value.high <= 100):
+        return format_estimate(value)
+    return f"{value.mean:.1f} ({max(0.0, value.low):.3g} to {min(100.0, value.high):.3g})"
 
 
-def format_range(found: Estimate) -> str:
+def format_range(value: Estimate) -> str:
     """−3.1 to +5.2: the interval of a difference in points, clipped to ±100."""
-    low, high = max(-100.0, found.low or 0.0), min(100.0, found.high or 0.0)
+    low, high = max(-100.0, value.low or 0.0), min(100.0, value.high or 0.0)
     return minus(f"{low:+.1f} to {high:+.1f}")
 
 
@@ -180,14 +180,14 @@ def pair_sentence(comparison: BaselinePair) -> str:
         f"With {charts.subset_label(comparison.fraction)} ({comparison.images:,}), {first.label} "
         f"reaches {ours.mean:.1f}% and {second.label} {theirs.mean:.1f}%"
     )
-    found = comparison.difference
-    if found is None:
+    difference = comparison.difference
+    if difference is None:
         return f"{opening}; they share no seed, so there is no paired difference."
-    if found.half_width is None:
-        return f"{opening}: {_points(found.mean)} (one seed, no interval)."
-    interval = f"95% interval {format_range(found)} over {found.n} seeds"
-    if found.excludes_zero:
-        return f"{opening}: {_points(found.mean)} ({interval})."
+    if difference.half_width is None:
+        return f"{opening}: {_points(difference.mean)} (one seed, no interval)."
+    interval = f"95% interval {format_range(difference)} over {difference.n} seeds"
+    if difference.excludes_zero:
+        return f"{opening}: {_points(difference.mean)} ({interval})."
     return f"{opening}; the difference is not significant ({interval})."
 
 
@@ -213,8 +213,8 @@ def _over_training(groups: Sequence[RunGroup]) -> list[tuple[str, list[Markup]]]
     measured = []
     for one in groups:
         part = one.fractions[-1]
-        found = [recorded_trajectory(run.path) for run in one.at(part)]
-        if recorded := [each for each in found if each is not None]:
+        trajectories = [recorded_trajectory(run.path) for run in one.at(part)]
+        if recorded := [trajectory for trajectory in trajectories if trajectory is not None]:
             measured.append((one.label_at(part), recorded))
     titled = {"Nonlocality": curves.nonlocality_panels(measured)}
     titled |= {f"Gates of {label}": curves.gate_panels(seeds) for label, seeds in measured}
@@ -258,14 +258,14 @@ def _attention_galleries(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
 def _maps(pictures: Pictures, image: int) -> list[dict[str, Any]]:
     """Maps of the first few heads of evenly spaced layers."""
     depth = len(pictures.layers)
-    chosen = {round(float(place)) for place in np.linspace(0, depth - 1, min(_LAYERS, depth))}
+    chosen = {round(float(position)) for position in np.linspace(0, depth - 1, min(_LAYERS, depth))}
     return [
         {
             "layer": index + 1,
             "box": _box(layer),
             "heads": [
-                (data_url(maps.map_to_rgb(found)), gate)
-                for found, gate in zip(
+                (data_url(maps.map_to_rgb(attention)), gate)
+                for attention, gate in zip(
                     layer.mixed[image][:_HEADS],
                     [None] * _HEADS if layer.gates is None else map(float, layer.gates),
                     strict=False,
@@ -336,7 +336,7 @@ def single_run(run: RecordedRun) -> dict[str, Any]:
     kept = run.result.get("best_step", run.result.get("steps"))
     # Of equal accuracies the one whose weights are kept.
     best = max(evaluated, key=lambda row: (row["top1"], row["step"] == kept), default=None)
-    found: dict[str, Any] = {
+    content: dict[str, Any] = {
         "best": best,
         "chosen_of": len(evaluated) if run.config["schedule"].get("patience") else 1,
         "evaluated": int(run.result["val_images"]),
@@ -354,9 +354,9 @@ def single_run(run: RecordedRun) -> dict[str, Any]:
         "unread": 0,
     }
     if run.predictions_file.exists():
-        found |= _from_predictions(run, run.predictions())
-    found["interval"] = proportion_interval(run.result["top1"] / 100, found["evaluated"])
-    return found
+        content |= _from_predictions(run, run.predictions())
+    content["interval"] = proportion_interval(run.result["top1"] / 100, content["evaluated"])
+    return content
 
 
 def _from_predictions(run: RecordedRun, predictions: Predictions) -> dict[str, Any]:
@@ -388,17 +388,17 @@ def _mistakes(run: RecordedRun, predictions: Predictions) -> list[dict[str, Any]
     files = [Path(predictions.paths[row]) for row in wrong]
     return [
         {
-            "file": short_name(files[place]),
+            "file": short_name(files[number]),
             "label": predictions.classes[predictions.labels[row]],
             "says": predictions.classes[predictions.predicted[row]],
             "confidence": predictions.confidence[row],
-            "image": data_url(captured.images[place])
+            "image": data_url(captured.images[number])
             if captured
-            else _thumbnail(files[place], run),
-            "map": captured and data_url(maps.map_to_rgb(captured.layers[-1].mixed[place, 0])),
+            else _thumbnail(files[number], run),
+            "map": captured and data_url(maps.map_to_rgb(captured.layers[-1].mixed[number, 0])),
         }
-        for place, row in enumerate(wrong)
-        if captured is None or place < len(captured.images)
+        for number, row in enumerate(wrong)
+        if captured is None or number < len(captured.images)
     ]
 
 

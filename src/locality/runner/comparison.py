@@ -73,27 +73,28 @@ def comparison_runs(
         raise UserError("folds is 1; give at least 2")
     name = "finetune" if pretrained else "photos"
     # No patience: the best of many evaluations favours models whose accuracy fluctuates.
-    given = {**data, "engine.tensorboard": False, "schedule.patience": None}
-    given |= {"data.fold": (0, folds)} if folds else {}
-    given |= {"data.workers": 0} if jobs > 1 else {}  # training uses all cores
-    open_data(recipe(name, given | {"data.fraction": min(fractions)}).data, 0)  # no class is empty
-    splits = open_data(recipe(name, given).data, 0)
+    settings = {**data, "engine.tensorboard": False, "schedule.patience": None}
+    settings |= {"data.fold": (0, folds)} if folds else {}
+    settings |= {"data.workers": 0} if jobs > 1 else {}  # training uses all cores
+    smallest = recipe(name, settings | {"data.fraction": min(fractions)})
+    open_data(smallest.data, 0)  # no class is empty
+    splits = open_data(recipe(name, settings).data, 0)
     verify(splits.val)
     if folds:
         verify(splits.train)  # validation images of the other folds
     sizes = sampled_sizes(splits.train)
     side = img_size or image_size(median_shorter_side(sizes))
-    crop, said = crop_settings(given, sizes)
-    given |= crop
+    crop, said = crop_settings(settings, sizes)
+    settings |= crop
     small = not pretrained and side <= SMALL_SIDE
-    given["engine.batch_size"] = batch_size(len(splits.train), small)
+    settings["engine.batch_size"] = batch_size(len(splits.train), small)
     rounds = math.ceil(len(models) * len(fractions) * (folds or seeds) / jobs)
     share = {"schedule.minutes": minutes / rounds}
-    given |= share if steps is None else {"schedule.steps": steps}
+    settings |= share if steps is None else {"schedule.steps": steps}
     configs = {
-        model: recipe(name, given | settings_from_weights(model) | crop)
+        model: recipe(name, settings | settings_from_weights(model) | crop)
         if pretrained
-        else recipe(name, given | {"model.name": model, **sized(model, side)})
+        else recipe(name, settings | {"model.name": model, **sized(model, side)})
         for model in models
     }
     runs = []

@@ -275,9 +275,9 @@ class SubmititExecutor(Executor):
             job.cancel(check=False)
 
 
-def _execute_in(place: str, threads: int, run: Run) -> str | None:
+def _execute_in(folder: str, threads: int, run: Run) -> str | None:
     """`execute` on another machine, with `place` as its working directory."""
-    os.chdir(place)
+    os.chdir(folder)
     torch.set_num_threads(threads)
     return execute(run)
 
@@ -318,7 +318,7 @@ def run_all(
     while waiting:
         later = {run.folder for run in waiting}
         # Runs whose dependencies have finished run in parallel.
-        wave = [run for run in waiting if not any(each.folder in later for each in run.needs)]
+        wave = [run for run in waiting if not any(needed.folder in later for needed in run.needs)]
         waiting = [run for run in waiting if run not in wave]
         refused = [Outcome(run, why) for run in wave if (why := _failed(run, outcomes))]
         ready = [run for run in wave if not _failed(run, outcomes)]
