@@ -87,7 +87,7 @@ def readers_folder(tmp_path_factory, class_folders) -> Path:
         (folder / "foreign.pth").rename(folder / f"{name.partition('.')[0]}.pth")
     (folder / "cvt_13.pth").rename(folder / "model.pth")
     save(create_model("cvt_nano"), folder / "own")
-    convert(folder / "own", folder / "cvt.pth", to="microsoft")
+    convert(folder / "own", folder / "cvt_nano.pth", to="microsoft")
     shutil.rmtree(folder / "own")
     return folder
 
