@@ -273,9 +273,10 @@ def test_timms_state_dicts_open_with_the_preprocessing_of_their_variant(in_chans
         assert found.preprocessing.crop_pct == data["crop_pct"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "prefix"),
-    [("mobileone_s0", ""), ("crossvit_tiny_240", "model."), ("tresnet_m", "module.")],
+    [("crossvit_tiny_240", "model."), ("tresnet_m", "module.")],
 )
 def test_timm_models_whose_stem_has_several_names_or_none_open(name, prefix, tmp_path):
     state = timm.create_model(name, num_classes=4).state_dict()

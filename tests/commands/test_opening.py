@@ -26,9 +26,6 @@ COMMANDS = {
     "explore": lambda what, image, out: [
         *("explore", what, "--images", image, "--output", f"{out}/explorer.html"),
     ],
-    "export": lambda what, image, out: [
-        *("export", what, f"{out}/graph.onnx"),
-    ],
     "convert": lambda what, image, out: ["convert", what, f"{out}/saved"],
 }
 
@@ -78,13 +75,13 @@ def inputs(given, tmp_path, monkeypatch):
     }
 
 
-# Number of the five commands that refuse a kind; the others work.
+# Number of the four commands that refuse a kind; the others work.
 REFUSED = {
-    "architecture": 5,
+    "architecture": 4,
     "public": 1,  # its classes are not digits
     "timm": 1,
-    "graph": 3,
-    "missing": 5,
+    "graph": 2,
+    "missing": 4,
 }
 
 

@@ -167,6 +167,7 @@ def test_a_run_of_another_folder_says_where_its_images_were(run, tmp_path, monke
         assert "top-1" in cli("eval", started / "run", "--data.root", started / "photos").out
 
 
+@pytest.mark.slow
 def test_a_refused_comparison_is_unchanged(prepared, tmp_path, monkeypatch, cli):
     shutil.copytree(prepared / "photos", tmp_path / "photos")
     monkeypatch.chdir(tmp_path)
