@@ -214,7 +214,7 @@ def _named_after(path: Path) -> Any:
     if name not in VARIANTS:
         raise UserError(
             "it does not say which model it holds: give --variant NAME (variant= in Python, "
-            "--model NAME --model.weights FILE in training), and --set for settings that differ"
+            "--model NAME --weights FILE in training), and --set for settings that differ"
         )
     return VARIANTS[name].config
 
