@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from locality.checkpoints.run_state import load_best_state
-from locality.training import NonFiniteLoss
+from locality.training import NonFiniteLoss, replace
 from locality.training.objective import Objective
 from locality.training.processes import SIGNALS, SignalHandler
 
@@ -153,14 +153,9 @@ def test_a_skipped_update_leaves_running_statistics_alone(tmp_path, monkeypatch)
         return (images * float("inf") if next(calls) == 2 else images), targets
 
     monkeypatch.setattr(Objective, "mix", broken)
-    one = {"embed_dim": [8], "num_heads": 1, "depth": 1}
-    convolution = {"embed_kernel": 3, "embed_stride": 2, "embed_padding": 1}
-    config = tiny(
-        model__name="cvt_13",
-        model__img_size=8,
-        **{f"model.{name}": value for name, value in (one | convolution).items()},
-        engine__max_bad_losses=1,
-    )
+    model = {"name": "cvt_13", "img_size": 8, "embed_dim": [8], "num_heads": 1, "depth": 1}
+    model |= {"embed_kernel": 3, "embed_stride": 2, "embed_padding": 1}
+    config = replace(tiny(engine__max_bad_losses=1), {f"model.{n}": x for n, x in model.items()})
     train(config, tmp_path / "run")
     state = load_best_state(tmp_path / "run")
     assert state["progress"]["bad_losses"] == 1

@@ -14,7 +14,7 @@ from locality.training import RECIPES, RunConfig, recipe, replace
 from .conftest import train
 
 SIZE = 32
-VIT = {"depth": 2, "num_heads": 4, "embed_dim": 32}
+VIT = {"depth": 2, "num_heads": 4, "embed_dim": 32, "patch_size": 8}
 CVT = {
     "embed_dim": (8, 16),
     "num_heads": (1, 2),
@@ -41,7 +41,6 @@ def stand_in(config: RunConfig, images: Path) -> RunConfig:
         "data.workers": 0,
         "model.img_size": SIZE,
         "weights": None,
-        **{f"model.{name}": value for name, value in CVT.items()},
         "engine.batch_size": 8,
         "engine.tensorboard": False,
         "engine.precision": "fp32",
@@ -50,9 +49,10 @@ def stand_in(config: RunConfig, images: Path) -> RunConfig:
         "schedule.min_lr": 0.0,
         "schedule.warmup_lr": 0.0,
     }
+    sizes = CVT
     if not config.model.name.startswith("cvt"):
-        vit = VIT | ({"gpsa_layers": 1} if "convit" in config.model.name else {})
-        changes |= {"model.patch_size": 8, **{f"model.{n}": value for n, value in vit.items()}}
+        sizes = VIT | ({"gpsa_layers": 1} if "convit" in config.model.name else {})
+    changes |= {f"model.{name}": value for name, value in sizes.items()}
     if config.schedule.steps is None:
         passes = 1.0 if not config.schedule.constant_images else config.data.fraction
         changes |= {"schedule.epochs": 1.0, "schedule.warmup": 0.25, "schedule.cooldown": 0.25}
