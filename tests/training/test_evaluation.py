@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from locality.data import ArraySource, Preprocessing, eval_loader
 from locality.predictions import Predictions
-from locality.training import Interrupted, evaluate
+from locality.training import Interrupted, PredictionCollector, evaluate
 
 IMAGES, CLASSES = 50, 7
 PLAIN = Preprocessing(4, crop_pct=1.0, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
@@ -41,6 +41,18 @@ def logits() -> Tensor:
 
 def loader(source: ArraySource, rank: int = 0, world_size: int = 1):  # type: ignore[no-untyped-def]
     return eval_loader(source, PLAIN, batch_size=16, rank=rank, world_size=world_size)
+
+
+def test_the_prediction_of_an_image_is_its_largest_logit(source, logits):
+    collector = PredictionCollector(IMAGES)
+    for batch in loader(source, rank=1, world_size=2):  # every second image
+        collector(batch, logits[batch.indices])
+    found = collector.predictions(source, [*"abcdefg"])
+    best = logits.softmax(1)[found.indices].max(1)
+    assert len(found.indices) == IMAGES // 2
+    assert found.predicted.tolist() == best.indices.tolist()
+    assert found.labels.tolist() == (found.indices % CLASSES).tolist()
+    np.testing.assert_allclose(found.confidence, best.values)
 
 
 def test_accuracy_and_loss_are_those_counted_by_hand(source, logits):
