@@ -36,7 +36,7 @@ MISTAKES = [
     ("train --model.depth x", "model.depth is 'x'"),
     ("train --augment.scale [a,1]", "item 1"),
     ("train --model.localty_strength 2", "model.locality_strength"),
-    ("train --model cvt_nano --model.gating_init 1", "cvt_nano"),
+    ("train --model cvt_nano --model.gating_init 1", "model.gating_init"),
     ("train --optim.lr fast", "optim.lr is"),
     ("train --data folder", "data.root"),
     ("train --data folder --data.root nowhere", "nowhere"),
