@@ -52,57 +52,37 @@ PIXELS = {
 """Baselines on the pixels of a run's training and validation images."""
 
 
-def _add_rows(t: Experiment, s: Scale) -> None:
-    for fraction in s.fractions:
-        part = percent(fraction)
-        for label, role in _MODELS.items():
-            t.run(label, part, TOP1, role, fraction=fraction)
-        for label, measure in PIXELS.items():
-            t.run(label, part, measure, _MODELS["ConViT"], fraction=fraction)
-
-
-def _above_all(row: str, part: str) -> Effect:
-    return lambda v: v[row, part] - largest(*(v[name, part] for name in PIXELS))
-
-
 @experiment("beyond/baselines", "Models, a CNN, and baselines on pixels, on the same images")
 def baselines(t: Experiment, s: Scale) -> None:
     """Top-1 of each model family and of pixel baselines, on fractions of the data."""
     t.about = (
         "Not in the papers. Top-1 on fractions of the training images, with equal numbers of "
         "steps, and equal settings except where the scale differs. The baselines on pixels "
-        "use the same images at no more than 32 pixels and are not tuned."
+        "use the same images at no more than 32 pixels and are not tuned. Bands are "
+        "95% intervals over a point's seeds."
     )
     t.columns = {percent(fraction): Column(percent(fraction)) for fraction in s.fractions}
-    _add_rows(t, s)
-    for part in t.columns:
+    for part, fraction in zip(t.columns, s.fractions, strict=True):
+        for label, role in _MODELS.items():
+            t.run(label, part, TOP1, role, fraction=fraction)
+        for label, measure in PIXELS.items():
+            t.run(label, part, measure, _MODELS["ConViT"], fraction=fraction)
         for label in ("ConViT", "DeiT", "CvT"):
-            t.ask(
-                "",
-                f"With {part} of the images, is {label} above all baselines on pixels?",
-                _above_all(label, part),
-            )
-            effect = minus((label, part), ("CNN", part))
-            t.ask("", f"With {part} of the images, is {label} above the CNN?", effect)
-
-
-@experiment("beyond/fractions", "Accuracy against the number of training images")
-def fractions(t: Experiment, s: Scale) -> None:
-    """The table of `beyond/baselines` as curves, without chance."""
-    t.about = "The curves of beyond/baselines. Bands are 95% intervals over a point's seeds."
-    _add_rows(t, s)
+            text = f"With {part} of the images, is {label} above"
+            t.ask("", f"{text} all baselines on pixels?", _above_all(label, part))
+            t.ask("", f"{text} the CNN?", minus((label, part), ("CNN", part)))
     config = s.runs(_MODELS["ConViT"], seeds=(0,))[0].config
     colours = {"ConViT": "convit", "DeiT": "deit", "CvT": "cvt", "CNN": "other"}
     colours |= {"nearest neighbour": "ink", "logistic regression": "", _SVM: "depth:0.5"}
+    counts = {round(f * image_counts(config)[0]): percent(f) for f in s.fractions}
     lines = (
-        line(
-            label,
-            {round(f * image_counts(config)[0]): (label, percent(f)) for f in s.fractions},
-            colour,
-            label in PIXELS,
-            label in _MODELS,
-        )
+        line(label, {n: (label, part) for n, part in counts.items()}, colour, label in PIXELS,
+             label in _MODELS)
         for label, colour in colours.items()
-    )
+    )  # fmt: skip
     title = DATASETS[config.data.dataset].get("title", config.data.dataset)
     t.panel(title, "training images", "top-1, %", *lines, log_x=True)
+
+
+def _above_all(row: str, part: str) -> Effect:
+    return lambda v: v[row, part] - largest(*(v[name, part] for name in PIXELS))

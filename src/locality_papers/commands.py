@@ -32,8 +32,6 @@ def reproduce(arguments: Sequence[str]) -> None:
     parser.add("--output", "results", "folder for tables and figures")
     parser.add("--runs", "runs/reproduce", "folder for the runs, shared by all tables")
     parser.add("--seeds", None, "runs per cell; the scale's by default", checks.Count)
-    text = "only these of the fractions of the data that a table compares: 0.05,0.3"
-    parser.add("--fraction", None, text, tuple[checks.PositiveShare, ...])
     parser.add("--jobs", 2, "number of parallel runs")
     parser.add("--threads", None, "CPU threads per run", checks.Count)
     parser.add("--executor", "local", "local or submitit")

@@ -15,22 +15,15 @@ from locality.models import build
 from locality.training.model import initial_model, load_run
 from locality_papers import diagrams
 from locality_papers.convit_tables import add_taught
-from locality_papers.experiment import Experiment, Results, experiment, minus
-from locality_papers.measures import TRAJECTORY, Trajectory, of_layer, summed_rate, trajectory
+from locality_papers.experiment import Experiment, Results, at, experiment, minus
+from locality_papers.measures import TRAJECTORY, Trajectory, of_layer, trajectory
 from locality_papers.runs import FAMILIES, Scale
 from locality_papers.table import Key
 
 GATES_FALL = 0.731
 """From σ(1), the initial gate, to 0, reached by the mean gate of layers 6 to 10 (§4, p. 8)."""
 
-EMPTIED = 3.2
-"""Decrease of λ that brings a gate near 0: σ(1 − 3.2) = 0.1."""
 _NEAR_0 = 0.1
-
-
-def reach(s: Scale) -> float:
-    """About how far λ can move in a run: the sum of its learning rates."""
-    return summed_rate(s.runs("ConViT-S", seeds=s.seeds[:1])[0].config)
 
 
 def _nonlocality(*rows: tuple[str, Key]) -> Callable[[Results], list[dict[str, Any]]]:
@@ -63,28 +56,24 @@ def figure_5(t: Experiment, s: Scale) -> None:
     def number(role: str, name: str, of: Callable[[Trajectory], float]) -> Key:
         return t.run(role, name, trajectory(name, of), role)
 
-    def ask(text: str, key: Key) -> None:
-        t.ask(where, text, lambda v: v[key], unit="tokens")
-
     t.panels = [
         _nonlocality(*((s.called(role), (role, "trajectory")) for role in ("DeiT-S", "ConViT-S")))
     ]
-    early = number("DeiT-S", "early drop", lambda of: fmean(of.early_drop))
-    ask("Does DeiT become more local early in training?", early)
-    first = number("DeiT-S", "first layer's drop", lambda of: -of.growth[0])
-    ask("Does DeiT's first layer stay more local than it started?", first)
-    last = number(
-        "DeiT-S", "last less first", lambda of: of.nonlocality[-1, -1] - of.nonlocality[0, -1]
-    )
-    ask("Does DeiT's last layer end less local than its first?", last)
-    for n in range(depth):
-        key = number("DeiT-S", f"late growth {n}", of_layer("late_growth", n))
-        ask(f"After the early phase, does DeiT's layer {n + 1} become less local?", key)
-    late = number("ConViT-S", "late climb", lambda of: fmean(of.late_growth[:gated]))
-    ask("Do ConViT's gated layers climb late in training?", late)
-    for n in range(gated):
-        key = number("ConViT-S", f"growth {n}", of_layer("growth", n))
-        ask(f"Does ConViT's gated layer {n + 1} leave locality?", key)
+    for text, role, name, of in (
+        ("Does DeiT become more local early in training?", "DeiT-S", "early drop",
+         lambda of: fmean(of.early_drop)),
+        ("Does DeiT's first layer stay more local than it started?", "DeiT-S", "first layer's drop",
+         lambda of: -of.growth[0]),
+        ("Does DeiT's last layer end less local than its first?", "DeiT-S", "last less first",
+         lambda of: of.nonlocality[-1, -1] - of.nonlocality[0, -1]),
+        *((f"After the early phase, does DeiT's layer {n + 1} become less local?", "DeiT-S",
+           f"late growth {n}", of_layer("late_growth", n)) for n in range(depth)),
+        ("Do ConViT's gated layers climb late in training?", "ConViT-S", "late climb",
+         lambda of: fmean(of.late_growth[:gated])),
+        *((f"Does ConViT's gated layer {n + 1} leave locality?", "ConViT-S",
+           f"growth {n}", of_layer("growth", n)) for n in range(gated)),
+    ):  # fmt: skip
+        t.ask(where, text, at(number(role, name, of)), unit="tokens")
     ends = [
         number(role, "end", lambda of: fmean(of.nonlocality[:gated, -1]))
         for role in ("DeiT-S", "ConViT-S")
@@ -108,25 +97,20 @@ def figure_6(t: Experiment, s: Scale) -> None:
     where, row, unit = "§4, pp. 7–8, Fig. 6", "ConViT-S", "of attention"
     t.run(row, "trajectory", TRAJECTORY, row)
     t.panels = [_gates((row, "trajectory"))]
-    fall = trajectory("fall", lambda of: fmean(of.gates[-half:, 0] - of.gates[-half:, -1]))
-    key = t.run(row, "fall", fall, row)
     task = (
         "" if s.comparable else "position tells the digit; where it does not, see beyond/shuffled"
     )
-    t.ask(
-        where, "Do gates of the deeper half fall?", lambda v: v[key], unit=unit, paper=GATES_FALL,
-        task=task,
-    )  # fmt: skip
-    spread = trajectory(
-        "halves", lambda of: fmean(of.gates[:half, -1]) - fmean(of.gates[-half:, -1])
-    )
-    other = t.run(row, "halves", spread, row)
-    text = "Does the deeper half end with less positional attention than the first?"
-    t.ask(where, text, lambda v: v[other], unit=unit)
-    kept = trajectory("first half", lambda of: fmean(of.gates[:half, -1]) - _NEAR_0)
-    first = t.run(row, "first half", kept, row)
-    text = "Do gates of the first half keep positional attention (above 0.1)?"
-    t.ask(where, text, lambda v: v[first], unit=unit)
+    for text, name, of, others in (
+        ("Do gates of the deeper half fall?", "fall",
+         lambda of: fmean(of.gates[-half:, 0] - of.gates[-half:, -1]),
+         {"paper": GATES_FALL, "task": task}),
+        ("Does the deeper half end with less positional attention than the first?", "halves",
+         lambda of: fmean(of.gates[:half, -1]) - fmean(of.gates[-half:, -1]), {}),
+        ("Do gates of the first half keep positional attention (above 0.1)?", "first half",
+         lambda of: fmean(of.gates[:half, -1]) - _NEAR_0, {}),
+    ):  # fmt: skip
+        key = t.run(row, name, trajectory(name, of), row)
+        t.ask(where, text, at(key), unit=unit, **others)
 
 
 @experiment("convit/figure-10", "Nonlocality of DeiT-S with and without distillation")

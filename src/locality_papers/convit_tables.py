@@ -14,27 +14,27 @@ from locality_papers.experiment import (
     STANDARD,
     Column,
     Experiment,
+    at,
     experiment,
     largest,
     minus,
     relative_gain,
 )
-from locality_papers.measures import INFERENCE_SPEED, TOP1, TOP5, count_role, masked_top1
+from locality_papers.measures import TOP1, TOP5, count_role, masked_top1
 from locality_papers.runs import FAMILIES, FRACTIONS, Scale, variation
 from locality_papers.table import Key, Measure
 
 
 @experiment("convit/table-1", "ConViT and DeiT of six sizes")
 def table_1(t: Experiment, s: Scale) -> None:
-    """Parameters, cost, speed and accuracy of each size."""
-    t.about = "Accuracy, size and speed of ConViT and DeiT, all trained from scratch."
-    speed, top5 = Column("images/s, inference", "", 0), Column("top-5")
-    t.columns = STANDARD | {"speed": speed, "top5": top5}
+    """Parameters, cost and accuracy of each size."""
+    t.about = "Accuracy and size of ConViT and DeiT, all trained from scratch."
+    t.columns = STANDARD | {"top5": Column("top-5")}
     for size in s.sizes:
         for family in ("DeiT", "ConViT"):
             role = f"{family}-{size}"
             count_role(t, s, role, role)
-            for column, measure in (("speed", INFERENCE_SPEED), ("top1", TOP1), ("top5", TOP5)):
+            for column, measure in (("top1", TOP1), ("top5", TOP5)):
                 t.run(role, column, measure, role, seeds=s.seeds_of(size))
         if size != "S" or s.comparable:  # elsewhere the same runs as Table 2's
             effect = minus((f"ConViT-{size}", "top1"), (f"DeiT-{size}", "top1"))
@@ -66,7 +66,7 @@ def table_2(t: Experiment, s: Scale) -> None:
         effect = minus((part, "ConViT-S/top1"), (part, "DeiT-S/top1"))
         t.ask(where, f"With {part} of the images, is ConViT above DeiT?", effect)
     fewest, most = percent(FRACTIONS[0]), percent(FRACTIONS[-1])
-    if {fewest, most} <= set(map(percent, s.fractions)):
+    if {FRACTIONS[0], FRACTIONS[-1]} <= set(s.fractions):
         t.ask(
             where,
             "Is ConViT's relative gain larger with few images than with many?",
@@ -98,30 +98,22 @@ def table_3(t: Experiment, s: Scale) -> None:
     a, b, c, d, e, f, g = INGREDIENTS
     for part, name, fraction in (("full", "all data", 1.0), ("10%", "10% of the data", 0.1)):
         t.columns[part] = Column(name)
-        t.columns[f"{part} over e"] = Column(
-            "over e" if part == "full" else "over e, 10%", signed=True
-        )
+        t.columns[f"{part} over e"] = Column(f"over e, {name}", signed=True)
         for label, row in INGREDIENTS.items():
             t.run(label, part, TOP1, **row, fraction=fraction)
             if label != e:
                 t.derive(label, f"{part} over e", minus((label, part), (e, part)))
-    questions = {
-        "full": {
-            "With all images, does positional attention alone help (d, e)?": (d, e),
-            "With all images, does convolutional initialisation add to that (b, d)?": (b, d),
-            "With all images, are frozen convolutions above random attention (f, g)?": (f, g),
-        },
-        "10%": {
-            "With 10%, does positional attention alone help (d, e)?": (d, e),
-            "With 10%, does gating add to that (c, d)?": (c, d),
-            "With 10%, does a convolutional start add to it (b, d)?": (b, d),
-            "With 10%, are frozen convolutions above attention (f, e)?": (f, e),
-        },
-    }  # fmt: skip
     where = "§4, pp. 8–9, Table 3"
-    for part, asked in questions.items():
-        for text, (first, second) in asked.items():
-            t.ask(where, text, minus((first, part), (second, part)))
+    for part, text, first, second in (
+        ("full", "With all images, does positional attention alone help (d, e)?", d, e),
+        ("full", "With all images, does convolutional initialisation add to that (b, d)?", b, d),
+        ("full", "With all images, are frozen convolutions above random attention (f, g)?", f, g),
+        ("10%", "With 10%, does positional attention alone help (d, e)?", d, e),
+        ("10%", "With 10%, does gating add to that (c, d)?", c, d),
+        ("10%", "With 10%, does a convolutional start add to it (b, d)?", b, d),
+        ("10%", "With 10%, are frozen convolutions above attention (f, e)?", f, e),
+    ):
+        t.ask(where, text, minus((first, part), (second, part)))
     t.ask(
         where,
         "With 10%, are both together above either alone (a, b and c)?",
@@ -210,16 +202,11 @@ def table_5(t: Experiment, s: Scale) -> None:
         t.run(row, "unmasked", TOP1, role)
         t.derive(row, "loss", minus((row, "unmasked"), (row, "masked")))
     first, second = t.printed
-    t.ask(
-        "app. F, Table 5",
-        "Without its position embedding, does DeiT lose more than ConViT?",
-        minus((first, "loss"), (second, "loss")),
-    )
-    t.ask(
-        "app. F, Table 5",
-        "Does ConViT still lose without its position embedding?",
-        lambda v: v[second, "loss"],
-    )
+    where = "app. F, Table 5"
+    effect = minus((first, "loss"), (second, "loss"))
+    t.ask(where, "Without its position embedding, does DeiT lose more than ConViT?", effect)
+    text = "Does ConViT still lose without its position embedding?"
+    t.ask(where, text, at((second, "loss")))
 
 
 @experiment("convit/table-6", "Content or position masked at test time")
@@ -247,18 +234,10 @@ def table_6(t: Experiment, s: Scale) -> None:
     for part in masks:
         text = f"Does masking {part} in the first gated layers cost accuracy?"
         t.ask(where, text, minus((first, "none"), (first, part)), task=task)
-    t.ask(
-        where,
-        "Does masking content cost more than masking position?",
-        minus((every, "position"), (every, "content")),
-        task=task,
-    )
-    t.ask(
-        where,
-        "Does masking content in all gated layers leave less than in the first?",
-        minus((first, "content"), (every, "content")),
-        task=task,
-    )
+    effect = minus((every, "position"), (every, "content"))
+    t.ask(where, "Does masking content cost more than masking position?", effect, task=task)
+    text = "Does masking content in all gated layers leave less than in the first?"
+    t.ask(where, text, minus((first, "content"), (every, "content")), task=task)
     t.ask(
         where,
         "Without position in any gated layer, does much of the accuracy remain (over half)?",

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 from locality.models.variants import named
 from locality.runner.runs import Run
-from locality.training import recipe, replace
+from locality.training import recipe
 from locality_papers import published
 from locality_papers.convit_curves import add_accuracy_by_size
 from locality_papers.experiment import STANDARD, Column, Experiment, experiment, minus
@@ -86,9 +83,6 @@ def _add_fine_tuned(t: Experiment, s: Scale, row: str) -> None:
 @experiment("cvt/table-4", "Transfer to other images")
 def table_4(t: Experiment, s: Scale) -> None:
     """Fine-tuned on each target at a higher resolution than in pre-training."""
-    if s.transfer_classes:
-        _transfer_of_classes(t, s, s.transfer_classes)
-        return
     t.about = "Pre-trained on ImageNet-22k, top-1 after fine-tuning at 384 pixels on each target."
     targets = ("cifar10", "cifar100", "pets", "flowers102")
     t.columns = {target: Column(target, digits=2) for target in targets}
@@ -97,56 +91,12 @@ def table_4(t: Experiment, s: Scale) -> None:
             if row not in s.models:
                 t.missing(row, target, "pre-trained by others; no fine-tuned weights are published")
             elif not s.comparable:
-                t.missing(row, target, f"scale '{s.name}' has no larger dataset to pre-train on")
+                t.missing(row, target, "the scale has no larger dataset to pre-train on")
             else:
                 starts = (pretrained(s, row, seed) for seed in s.seeds)
                 t.add(row, target, TOP1, (tuned(s, start, target) for start in starts))
-
-
-def _transfer_of_classes(t: Experiment, s: Scale, classes: int) -> None:
-    """Pre-trained on the first classes, fine-tuned on the others and on digits of more pixels.
-
-    With the paper's optimiser (SGD), for a fifth of the steps. Position embeddings are resampled to
-    the larger grid.
-    """
-    t.about = (
-        f"Pre-trained on the first {classes} classes, top-1 after fine-tuning on the others, "
-        f"and on handwritten digits at 9/7 of the pixels."
-    )
-    tuning = recipe("finetune_384", {"model.name": "cvt_13"}).optim
-    for role in ("CvT-13", "DeiT-S"):
-        runs: dict[str, list[Run]] = {"new classes": [], "digits, more pixels": []}
-        for start in s.runs(role, seeds=s.few_seeds, data__first_classes=classes):
-            model, schedule = start.config.model, start.config.schedule
-            side = model.img_size
-            assert isinstance(side, int) and schedule.steps is not None
-            larger: dict[str, Any] = {
-                "data.dataset": "digits",
-                "data.root": None,
-                "data.train_part": (0.0, 1.0),
-                "model.img_size": side * 9 // 7,
-            }
-            config = replace(
-                dataclasses.replace(start.config, optim=tuning),
-                {
-                    "weights": str(start.folder),
-                    "schedule.steps": schedule.steps // 5,
-                    "schedule.warmup": schedule.warmup / 5,
-                    "schedule.eval_every": schedule.eval_every / 5,
-                    "schedule.min_lr": 0.0,
-                    "data.first_classes": None,
-                },
-            )
-            changes = ({"data.skip_classes": classes}, larger)
-            for target, changed in zip(runs, changes, strict=True):
-                name = f"{model.name} fine-tuned on {target} seed {start.config.seed}"
-                runs[target].append(s.run(replace(config, changed), name, (start,)))
-        for target, tuned_runs in runs.items():
-            t.columns[target] = Column(target)
-            t.add(role, target, TOP1, tuned_runs)
-    for target in t.columns:
-        effect = minus(("CvT-13", target), ("DeiT-S", target))
-        t.ask("abstract, §4.3", f"Fine-tuned on {target}, does CvT stay above DeiT?", effect)
+    text = "Fine-tuned on CIFAR-10, is CvT-W24 above BiT-M, which is three times as large?"
+    t.ask("§4.3", text, minus(("CvT-W24", "cifar10"), ("BiT-M", "cifar10")))
 
 
 @experiment("cvt/figure-1", "Accuracy against parameters")

@@ -9,7 +9,8 @@ from statistics import fmean
 from typing import Any
 
 from locality.analysis.taps import content_off, position_off
-from locality_papers.convit_attention import EMPTIED, reach
+from locality.figures import maps
+from locality_papers.convit_attention import run_pictures
 from locality_papers.experiment import Column, Experiment, at, experiment, line, minus
 from locality_papers.measures import TOP1, masked_top1, of_layer, summed_rate, trajectory
 from locality_papers.runs import Scale
@@ -18,8 +19,6 @@ FACTORS = (1.0, 10.0, 100.0)
 """Factors on the learning rate of positions. Adam moves a parameter by at most about the sum of its
 learning rates: about 186 over the 300 epochs (1,251 steps each) of ConViT's recipe, and 0.5 to 1.5
 in runs of a thousand steps."""
-_REACHING = 100.0  # the factor at which runs of a thousand steps have about the paper's sum
-_LONGER = 4
 
 
 def _add_layers(
@@ -51,16 +50,12 @@ def position_rate(t: Experiment, s: Scale) -> None:
     )
     t.columns = {"sum": Column("Σ learning rate", "", 2), "top1": Column("top-1")}
     layers = range(s.architecture("ConViT-S").gpsa_layers)
-    choices = [(factor, 1) for factor in FACTORS]
-    if reach(s) < EMPTIED:  # otherwise the papers' rate moves gates far enough
-        choices += [(1.0, _LONGER), (_REACHING, _LONGER)]
-    for factor, longer in choices:
+    for factor in FACTORS:
         chosen: dict[str, Any] = {"seeds": s.few_seeds, "keep_weights": True}
-        chosen |= s.lasting("ConViT-S", longer)
         if factor != 1:
             chosen["optim__position_lr_factor"] = factor
         config = s.runs("ConViT-S", **chosen)[0].config
-        row = f"×{factor:g}" + (f", {longer} times the steps" if longer > 1 else "")
+        row = f"×{factor:g}"
         t.fixed(row, "sum", partial(summed_rate, config))
         t.run(row, "top1", TOP1, "ConViT-S", **chosen)
         _add_layers(t, row, "ConViT-S", layers, chosen)
@@ -77,8 +72,11 @@ SHUFFLED = {
 }
 """Order of an image's patches → suffix of the dataset (`locality.data.datasets`)."""
 _OWN = "each in its own order"
+_DIAL = [order for order in SHUFFLED if order != "in one order for all"]
 
 _ADAMW = {"optim__name": "adamw", "optim__lr": 1e-3, "optim__weight_decay": 0.05}
+_FASTER = {"optim__position_lr_factor": 10.0}
+_AVERAGED = 100  # images
 _SNAPSHOTS = 10  # of the weights, besides the first
 _PREDICTED = 0.05
 
@@ -93,6 +91,17 @@ PREDICTIONS = (
 )
 
 
+def _chosen(s: Scale, label: str, optim: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `Scale.runs` for patches in an order."""
+    base, suffix = s.base("ConViT-S"), SHUFFLED[label]
+    # Crops and rotations of shuffled images would cut through patches.
+    chosen = {"augment__pad": 0, "augment__affine": 0.0, "augment__cutmix": 0.0, **optim}
+    chosen["schedule__snapshot_every"] = base.schedule.length / _SNAPSHOTS
+    if suffix:
+        chosen["data__dataset"] = f"{base.data.dataset}_{suffix}"
+    return chosen
+
+
 def _shuffle(t: Experiment, s: Scale, optim: Mapping[str, Any], prefix: str = "") -> None:
     """Rows of the table of shuffled images for one optimiser, and their questions."""
     t.about = (
@@ -105,19 +114,10 @@ def _shuffle(t: Experiment, s: Scale, optim: Mapping[str, Any], prefix: str = ""
         "position": Column("position masked"),
     } | t.columns
     role, layers = "ConViT-S", range(s.architecture("ConViT-S").gpsa_layers)
-    base, rows = s.base(role), {label: prefix + label for label in SHUFFLED}
+    rows = {label: prefix + label for label in SHUFFLED}
     masks = {"content": content_off, "position": position_off}
-    for label, suffix in SHUFFLED.items():
-        chosen: dict[str, Any] = {
-            # Crops and rotations of shuffled images would cut through patches.
-            "augment__pad": 0,
-            "augment__affine": 0.0,
-            "augment__cutmix": 0.0,
-            "schedule__snapshot_every": base.schedule.length / _SNAPSHOTS,
-            **optim,
-        }
-        if suffix:
-            chosen["data__dataset"] = f"{base.data.dataset}_{suffix}"
+    for label in SHUFFLED:
+        chosen = _chosen(s, label, optim)
         row = rows[label]
         t.run(row, "top1", TOP1, role, **chosen)
         for part, mask in masks.items():
@@ -139,8 +139,7 @@ def _shuffle(t: Experiment, s: Scale, optim: Mapping[str, Any], prefix: str = ""
         for n in layers:
             text = f"Patches {label}: does layer {n + 1} become less local?"
             ask(text, at((rows[label], f"left {n}")), "tokens")
-    dial = [label for label, suffix in SHUFFLED.items() if suffix != "permuted"]
-    for less, more in pairwise(dial):
+    for less, more in pairwise(_DIAL):
         text = f"Are gates lower with patches {more} than {less}?"
         ask(text, minus((rows[less], "gate"), (rows[more], "gate")))
 
@@ -148,46 +147,50 @@ def _shuffle(t: Experiment, s: Scale, optim: Mapping[str, Any], prefix: str = ""
 @experiment("beyond/shuffled", "Gates where position says nothing: shuffled patches")
 def shuffled(t: Experiment, s: Scale) -> None:
     """AdamW with v_pos and λ at ten times the rate."""
-    _shuffle(t, s, _ADAMW | {"optim__position_lr_factor": 10.0})
-
-
-@experiment("beyond/shuffled-dial", "Gates against the share of shuffled images")
-def shuffled_dial(t: Experiment, s: Scale) -> None:
-    """The rows of `beyond/shuffled` as curves."""
-    shuffled(t, s)
-    t.columns, t.questions = {}, []
-    t.about = "The rows of beyond/shuffled against the share of images with an order of their own."
-    shares = {
-        0: "as they are",
-        25: "25% in their own order",
-        50: "50% in their own order",
-        100: _OWN,
-    }
-    layers = range(s.architecture("ConViT-S").gpsa_layers)
-    gates = (
-        line(
-            f"layer {n + 1}", {x: (row, f"gate {n}") for x, row in shares.items()}, f"depth:{n / 3}"
-        )
-        for n in layers
-    )
+    _shuffle(t, s, _ADAMW | _FASTER)
+    shares = dict(zip((0, 25, 50, 100), _DIAL, strict=True))
     x = "images with an order of their own, %"
-    t.panel("gates", x, "σ(λ) at the end", *gates)
-    growth = (
-        line(
-            f"layer {n + 1}", {x: (row, f"left {n}") for x, row in shares.items()}, f"depth:{n / 3}"
-        )
-        for n in layers
-    )
-    t.panel("nonlocality gained", x, "tokens", *growth)
+    for title, y, column in (
+        ("gates", "σ(λ) at the end", "gate"), ("nonlocality gained", "tokens", "left")
+    ):  # fmt: skip
+        lines = (
+            line(f"layer {n + 1}", {x: (row, f"{column} {n}") for x, row in shares.items()},
+                 f"depth:{n / 3}")
+            for n in range(s.architecture("ConViT-S").gpsa_layers)
+        )  # fmt: skip
+        t.panel(title, x, y, *lines)
+    masks = {"top1": ("no mask", "convit"), "content": ("content masked", "deit")}
+    masks |= {"position": ("position masked", "cvt")}
     lines = (
         line(name, {x: (row, column) for x, row in shares.items()}, colour)
-        for name, column, colour in (
-            ("no mask", "top1", "convit"),
-            ("content masked", "content", "deit"),
-            ("position masked", "position", "cvt"),
-        )
+        for column, (name, colour) in masks.items()
     )
     t.panel("masks", x, "top-1, %", *lines)
+
+
+@experiment("beyond/shuffled-maps", "Attention before and after training on shuffled patches")
+def shuffled_maps(t: Experiment, s: Scale) -> None:
+    """Two heads of each gated layer, averaged over images."""
+    layers = range(s.architecture("ConViT-S").gpsa_layers)
+    t.about = (
+        f"Attention from the centre patch in the gated layers, averaged over {_AVERAGED} images. "
+        "Frames go from white (content) to red (position)."
+    )
+    orders = {"in place": "as they are", "shuffled": _OWN}
+    for label in orders.values():
+        chosen = _chosen(s, label, _ADAMW | _FASTER)
+        t.run(label, "top1", TOP1, "ConViT-S", seeds=s.seeds[:1], **chosen)
+    t.drawn = tuple(run for cell in t.cells.values() for run in cell.runs)
+
+    def draw() -> Any:
+        shown = [("before", run_pictures(t.drawn[0].folder, _AVERAGED, trained=False))]
+        shown += [
+            (title, run_pictures(run.folder, _AVERAGED))
+            for title, run in zip(orders, t.drawn, strict=True)
+        ]
+        return maps.maps(shown, layers, heads=2, image=None)
+
+    t.draw = draw
 
 
 @experiment("beyond/shuffled-rates", "Shuffled patches with other optimisers and rates")
@@ -195,4 +198,4 @@ def shuffled_rates(t: Experiment, s: Scale) -> None:
     """AdamW at the usual rate; the recipe's optimiser at the usual and ten times the rate."""
     _shuffle(t, s, _ADAMW, "AdamW ×1: ")
     _shuffle(t, s, {}, "AdaMuon ×1: ")
-    _shuffle(t, s, {"optim__position_lr_factor": 10.0}, "AdaMuon ×10: ")
+    _shuffle(t, s, _FASTER, "AdaMuon ×10: ")

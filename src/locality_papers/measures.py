@@ -2,49 +2,33 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from statistics import fmean
-from time import perf_counter
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from locality.analysis.recording import measure_trajectory
-from locality.checkpoints import load, open_model
+from locality.checkpoints import open_model
 from locality.errors import UserError
 from locality.runner.runs import Run
 from locality.training.config import RunConfig, ScheduleConfig
 from locality.training.cost import forward_macs, image_counts, parameters
-from locality.training.devices import resolve_accelerator
 from locality.training.evaluation import evaluate_opened
 from locality.training.optim import make_plan
 from locality_papers.experiment import Experiment
 from locality_papers.runs import Scale
 from locality_papers.table import Measure, Record
 
-# Batch size of the speeds in ConViT's paper.
-_SPEED_BATCH, _SPEED_ROUNDS = 128, 7
 _TRAJECTORY_IMAGES = 256
 
 
-def of_result(*names: str, per: float = 1.0, accuracy: bool = False) -> Measure:
-    """A number in result.json, divided by `per`."""
-
-    def read(record: Record) -> float:
-        return float(functools.reduce(operator.getitem, names, record["result"])) / per
-
-    return Measure(names[-1], read, accuracy=accuracy)
-
-
-TOP1 = of_result("top1", accuracy=True)
+TOP1 = Measure("top1", lambda record: float(record["result"]["top1"]), accuracy=True)
 """Final accuracy in per cent."""
-TOP5 = of_result("top5", accuracy=True)
+TOP5 = Measure("top5", lambda record: float(record["result"]["top5"]), accuracy=True)
 
 
 def _curve(record: Record) -> list[dict[str, float]]:
@@ -157,23 +141,6 @@ def masked_top1(name: str, mask: Callable[[nn.Module], AbstractContextManager[An
             return float(evaluate_opened(opened, run.config.data, seed=run.config.seed)["top1"])
 
     return Measure(f"top1, {name}", take=take, accuracy=True)
-
-
-def _images_per_second(run: Run) -> float:
-    device = torch.device(resolve_accelerator("auto"))
-    model = load(run.folder).to(device)
-    images = torch.randn(_SPEED_BATCH, 3, *model.img_size, device=device)
-    seconds = []
-    with torch.inference_mode():
-        for _ in range(_SPEED_ROUNDS):
-            start = perf_counter()
-            model(images).cpu()  # waits for the GPU
-            seconds.append(perf_counter() - start)
-    return round(_SPEED_BATCH / min(seconds), 1)
-
-
-INFERENCE_SPEED = Measure("inference images per second", take=_images_per_second, timed=True)
-"""At batch size 128 on this machine, the best of several timings."""
 
 
 def summed_rate(config: RunConfig) -> float:

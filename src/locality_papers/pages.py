@@ -139,7 +139,10 @@ def _reasons(by_scale: Mapping[str, Results], texts: Sequence[str]) -> str:
             for question in of.experiment.questions:
                 if question.text in texts:
                     reasons.setdefault(of.effect(question.effect).empty, {})[scale] = None
-    return "; ".join(f"{', '.join(scales)}: {reason}" for reason, scales in reasons.items())
+    grouped: dict[str, list[str]] = {}
+    for reason, scales in reasons.items():
+        grouped.setdefault(", ".join(scales), []).append(reason)
+    return "; ".join(f"{scales}: {', '.join(of)}" for scales, of in grouped.items())
 
 
 HEADLINES = {
@@ -147,6 +150,7 @@ HEADLINES = {
     "With 100% of the images, is ConViT above DeiT?": "convit/table-2",
     "Is CvT-13 above DeiT-S?": "cvt/table-3",
     "Without its position embedding, does DeiT lose more than ConViT?": "convit/table-5",
+    "Does DeiT need its position embedding more than CvT?": "cvt/table-5",
     "Do gates of the deeper half fall?": "convit/figure-6",
     "Does masking content cost more than masking position?": "convit/table-6",
     "Patches each in its own order: do gates fall?": "beyond/shuffled",

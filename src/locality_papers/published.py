@@ -4,8 +4,7 @@ A number is identified by its table or figure, row and metric:
 
     PUBLISHED["convit/table-2", "5%", "ConViT-S/top1"]  →  Published(47.8, …)
 
-Numbers from running text are under "text". If a paper contradicts itself, both numbers are listed,
-with a `note`.
+If a paper contradicts itself, a `note` says the other number.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ PUBLISHED = {
     for metric, number in zip(table["columns"], numbers, strict=True)
     if number is not None
 }
-"""(place such as "convit/table-2" or "cvt/text", row as in the paper, metric) → number."""
+"""(place such as "convit/table-2", row as in the paper, metric) → number."""
 
 
 def rows(place: str) -> dict[str, dict[str, Published]]:

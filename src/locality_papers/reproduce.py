@@ -60,7 +60,6 @@ def reproduce(
     runs: Path | str = RUNS,
     data: Mapping[str, str] | None = None,
     seeds: int | None = None,
-    fraction: float | Sequence[float] | None = None,
     recorded: Path | str | None = None,
     quiet: bool = False,
 ) -> list[Results]:
@@ -82,7 +81,6 @@ def reproduce(
         runs: folder for the run folders, shared by all experiments: `runs/reproduce/SCALE/…`.
         data: dataset → folder, for datasets that need one.
         seeds: runs per cell, with seeds 0, 1, …; the scale's by default.
-        fraction: only this one or these of the scale's fractions of the data.
         recorded: a file of finished runs, which are not executed again; all finished runs are
             added to it.
         quiet: print nothing.
@@ -96,9 +94,6 @@ def reproduce(
         every = tuple(range(seeds))
         chosen = dataclasses.replace(chosen, seeds=every, few_seeds=every)
     experiments = [built(each, chosen) for each in find(name)]
-    if fraction is not None:
-        fractions = [fraction] if isinstance(fraction, float | int) else fraction
-        chosen, experiments = _with_fractions(chosen, fractions, experiments)
     # Seed by seed, so that all cells have as many whenever it stops.
     runs_of_all = [run for each in experiments for run in each.runs]
     wanted = with_needs(sorted(runs_of_all, key=lambda run: run.config.seed))
@@ -144,24 +139,6 @@ def reproduce(
     return results
 
 
-def _with_fractions(
-    scale: Scale, fractions: Sequence[float], whole: Sequence[Experiment]
-) -> tuple[Scale, list[Experiment]]:
-    if others := [each for each in fractions if each not in scale.fractions]:
-        known = ", ".join(f"{each:g}" for each in scale.fractions)
-        raise UserError(f"fraction is {others[0]:g}; scale '{scale.name}' has {known}")
-    kept = tuple(each for each in scale.fractions if each in fractions)
-    scale = dataclasses.replace(scale, fractions=kept)
-    parts = [built(each.name, scale) for each in whole]
-    for part, all_of_it in zip(parts, whole, strict=True):
-        if part.runs == all_of_it.runs:
-            raise UserError(
-                f"{part.name} does not depend on the fraction; omit it, or name an experiment that "
-                f"compares fractions, such as convit/table-2"
-            )
-    return scale, parts
-
-
 def _ready(
     scale: Scale, wanted: Sequence[Run], known: Recorded
 ) -> tuple[dict[Path, str], list[Run]]:
@@ -185,7 +162,7 @@ def _measure_when_done(
     """A callback that measures each run when it ends, so that its weights can be deleted."""
     wanted: dict[Path, dict[str, Measure]] = {}
     for cell in (cell for each in experiments for cell in each.cells.values()):
-        if cell.measure is not None and not cell.measure.timed:
+        if cell.measure is not None:
             for run in cell.runs:
                 wanted.setdefault(run.folder, {})[cell.measure.name] = cell.measure
 

@@ -60,8 +60,6 @@ class Scale:
             if accuracies are comparable.
         snapshots: number of weight snapshots saved by baseline runs on all data, for figures over
             epochs.
-        transfer_classes: if accuracies are not comparable, pre-train on this many first classes and
-            fine-tune on the others (CvT Table 4); 0 for none.
     """
 
     name: str
@@ -80,7 +78,6 @@ class Scale:
     splits_by_seed: bool = False
     snapshots: int = 20
     comparable: bool = False
-    transfer_classes: int = 0
     root: Path = Path("runs")
     data: Mapping[str, str] = field(default_factory=dict)
 
@@ -134,10 +131,6 @@ class Scale:
             for seed in (self.seeds if seeds is None else seeds)
         )
 
-    def lasting(self, role: str, times: float) -> dict[str, Any]:
-        """Settings for `runs` that make a role's runs `times` as long."""
-        return {} if times == 1 else dict(self.base(role).schedule.lasting(times))
-
     def base(self, role: str, model: str | None = None) -> RunConfig:
         """The base configuration of a role's model, or of another model in this role."""
         model = model or self.models[role][0]
@@ -146,20 +139,6 @@ class Scale:
         for roles, settings in self.settings.items():
             changes |= settings if fnmatchcase(role, roles) else {}
         return replace(_recipe(found, model), changes)
-
-    def started(self, role: str, nets: tuple[Run, ...], **choices: Any) -> tuple[Run, ...]:
-        """Runs of a role, each starting from the weights of the run in `nets` with its seed."""
-        return tuple(
-            run
-            for net in nets
-            for run in self.runs(
-                role,
-                seeds=(net.config.seed,),
-                needs=(net,),
-                weights=str(net.folder),
-                **choices,
-            )
-        )
 
     def run(
         self, config: RunConfig, name: str, needs: tuple[Run, ...] = (), task: str = TRAIN

@@ -139,7 +139,6 @@ class Measure:
         read: record → value, if it needs no weights.
         take: run → value, kept in the run's folder and record.
         needs: a kept measure that `read` reads.
-        timed: a duration, to be measured on an otherwise idle machine.
         accuracy: whether it is an accuracy in per cent of the validation images.
     """
 
@@ -147,7 +146,6 @@ class Measure:
     read: Callable[[Record], Any] | None = field(default=None, compare=False)
     take: Callable[[Run], Any] | None = field(default=None, compare=False)
     needs: Measure | None = None
-    timed: bool = False
     accuracy: bool = False
 
     def __call__(self, run: Run, record: Record) -> Any:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from locality.cli import main
 from locality.data import DataConfig, open_data
 from locality.errors import UserError
 from locality.models import build
@@ -100,7 +99,7 @@ def test_every_published_number_of_a_table_has_its_cell(place):
         for row, column in (*spec.cells, *spec.derived)
         if column in spec.columns
     }
-    left_out = {"heads", "embed_dim", "image_size", "real", "v2"}
+    left_out = {"heads", "embed_dim", "image_size", "speed", "real", "v2"}
     if place == "cvt/table-4":
         left_out.add("parameters")
     printed = {
@@ -183,32 +182,6 @@ def test_without_data_or_weights_cells_stay_empty_and_say_what_is_needed(tmp_pat
     assert all(named in found.cell(row, "top1").empty for row, named in needed.items())
     assert found.experiment.published("CvT-13", "top1").value == 81.6
     assert found.cell("CvT-21", "parameters").estimate.mean == pytest.approx(31.62, abs=0.01)
-
-
-def test_of_one_fraction_and_seed_two_runs_are_left(tmp_path, capsys):
-    reproduce("convit/table-2", "fashion", tmp_path, dry_run=True, seeds=1, fraction=0.05)
-    assert "2 runs: 0 finished, 0 to resume, 2 to start" in capsys.readouterr().out
-    reproduce("convit/table-2", "fashion", tmp_path, dry_run=True, seeds=7, fraction=0.05)
-    assert "14 runs: 0 finished" in capsys.readouterr().out  # the scale has five
-    command = ["reproduce", "convit/table-2", "--scale", "fashion", "--dry_run", "--seeds", "1"]
-    assert main([*command, "--fraction", "0.05,0.3", "--runs", str(tmp_path)]) == 0
-    assert "4 runs: 0 finished" in capsys.readouterr().out
-    for wrong in ("half", "0"):
-        assert main([*command, "--fraction", wrong, "--runs", str(tmp_path)]) == 2
-        assert "fraction" in capsys.readouterr().err
-    refused = {"convit/table-2": (0.1, 0.2), "convit/table-3": 0.1, "convit": 0.1}
-    for name, fraction in refused.items():
-        with pytest.raises(UserError):
-            reproduce(name, "digits", tmp_path, dry_run=True, fraction=fraction)
-
-
-def test_a_gain_is_compared_over_all_the_data_alone(tmp_path):
-    for fraction, questions in ((None, 5), ((0.05, 0.3), 2), ((0.05, 1.0), 3)):
-        (found,) = reproduce(
-            "convit/table-2", "digits", tmp_path, runs=tmp_path / "runs", finished=True,
-            fraction=fraction, quiet=True,
-        )  # fmt: skip
-        assert len(found.experiment.questions) == questions
 
 
 @pytest.mark.parametrize("name", ["fashion", "fashion14"])
@@ -300,7 +273,6 @@ def test_gates_move_further_at_higher_rates(one_seed, tmp_path, here):
         for key in ("sum", "gate 0")
     )
     assert [each / sums[0] for each in sums[:3]] == pytest.approx([1, 10, 100])
-    assert sums[4] / sums[3] == pytest.approx(100) and sums[3] > 4 * sums[0]
     away = [abs(gate - 0.7310586) for gate in gates[:3]]  # from σ(1), where all start
     assert away == sorted(away) and 5 * away[0] < away[-1] < 260 * away[0]
 
@@ -315,24 +287,6 @@ def test_the_summed_rate_is_that_of_the_schedule():
             schedule.step_update(step)
             total += optimizer.param_groups[0]["lr"]
         assert summed_rate(config) == pytest.approx(total, rel=1e-3)
-
-
-@pytest.mark.slow
-def test_transfer_starts_from_other_classes_and_resamples_position_embeddings(
-    tiny_scale, tmp_path, here
-):
-    sizes = {"*": 14, "CvT*": 28, "*CNN": 32}
-    settings = {roles: {"model.img_size": size} for roles, size in sizes.items()}
-    settings["*"] |= tiny_scale.settings["*"] | {"schedule.steps": 10}
-    scale = replace(tiny_scale, settings=settings, transfer_classes=7)
-    (found,) = reproduce("cvt/table-4", scale, tmp_path, executor=here, quiet=True)
-    assert len(cells(found)) == 4 and is_filled(found)
-    started = [run for run in here.performed if run.needs and "deit" in run.name]
-    assert [run.config.model.img_size for run in started] == [14, 18]
-    assert [run.config.data.skip_classes for run in started] == [7, 0]
-    tuned = [run for run in here.performed if run.needs]
-    assert {run.config.optim.name for run in tuned} == {"sgd"}
-    assert all(run.needs[0].config.data.first_classes == 7 for run in tuned)
 
 
 @pytest.mark.parametrize("name", ["convit/figure-4", "cvt/figure-2", "cvt/figure-3"])

@@ -14,8 +14,6 @@ from locality.settings import check, replace
 from locality.training import RunConfig, recipe
 
 SEARCH_FILE = "search.yaml"
-# Share of the supernet's training in which only the largest candidate is trained.
-_WARMUP_FRACTION = 0.2
 
 
 @dataclass(frozen=True)
@@ -52,31 +50,18 @@ class SearchConfig:
 
     @property
     def largest(self) -> RunConfig:
-        """Training of the largest candidate, evaluated on held-out training images."""
+        """Training of the supernet's largest candidate, evaluated on held-out training images."""
         low, high = self.run.data.train_part
         cut = high - self.held_out * (high - low)
         parts = {"data.train_part": (low, cut), "data.val_part": (cut, high)}
         model = {"model.kv_stride": 1, "model.mlp_ratio": 4.0}
         return replace(self.run, model | parts)
 
-    def phases(self) -> tuple[RunConfig, RunConfig]:
-        """The warm-up, and the training of the supernet from its weights."""
-        warm_up = _scaled_schedule(self.largest, _WARMUP_FRACTION)
-        return warm_up, _scaled_schedule(self.largest, 1 - _WARMUP_FRACTION)
-
 
 def check_model(name: str) -> None:
     """Check that a model is a CvT."""
     if variant(name).family != "cvt":
         raise UserError(f"model.name is '{name}'; a search needs a CvT, such as cvt_nano")
-
-
-def _scaled_schedule(run: RunConfig, part: float) -> RunConfig:
-    """A run with a share of its steps or epochs, warm-up and cool-down."""
-    ends = {
-        f"schedule.{name}": getattr(run.schedule, name) * part for name in ("warmup", "cooldown")
-    }
-    return replace(run, ends | run.schedule.lasting(part))
 
 
 SEARCHES: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("searches.yaml"))

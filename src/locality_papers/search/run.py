@@ -1,8 +1,6 @@
 """Run a search: train the supernet, choose a candidate, write the results.
 
 search.yaml       the configuration
-warm-up/          run folder of the largest candidate
-start/            its weights, hidden units sorted by importance
 supernet/         run folder of the supernet
 candidates.csv    all evaluated candidates and their accuracies
 chosen.yaml       the best candidate, as settings for `locality train --config`
@@ -21,15 +19,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from locality.checkpoints import save
 from locality.checkpoints.api import load
-from locality.checkpoints.registry import WEIGHTS
 from locality.data import BatchLoader, ImageSource, eval_loader, open_data
 from locality.errors import UserError
 from locality.files import csv_text, read_json, write_atomic
 from locality.runs import RunFolder
 from locality.settings import differences, replace, to_yaml
-from locality.training import train
 from locality.training.cost import image_counts
 from locality.training.devices import create_fabric
 from locality.training.engine import launch
@@ -82,17 +77,10 @@ class Search:
         self.wait_for_others()
         if (self.path / _RESULT).exists():
             return read_json(self.path / _RESULT)
-        warm_up, training = self.config.phases()
-        train(warm_up, self.path / "warm-up", quiet=self.quiet)
-        start = self.path / "start"
-        if self.writes and not (start / WEIGHTS).exists():  # written last by `save`
-            model = load(self.path / "warm-up")
-            supernet.order_hidden_units(model)
-            save(model, start)
-        self.wait_for_others()
-        training = replace(training, {"weights": str(start), "entry": None})
-        folder = RunFolder(self.path / "supernet")
-        launch(supernet.SupernetTraining(training, folder, self.quiet))
+        training = supernet.SupernetTraining(
+            self.config.largest, RunFolder(self.path / "supernet"), self.quiet
+        )
+        launch(training)
         self.load_supernet()
         generator = np.random.default_rng([self.config.run.seed, 0])
         count = self.config.evaluations
@@ -181,11 +169,11 @@ def dry_run(config: SearchConfig) -> str:
     """The size of a search; needs no data if the dataset's size is known."""
     space = space_of(config)
     least, most = space.bounds()
-    plans = [make_plan(run, image_counts(run)[0]) for run in config.phases()]
+    steps = make_plan(config.largest, image_counts(config.largest)[0]).steps
     return (
         f"{len(space):,} candidates of {config.run.model.name} in {space.blocks} blocks, "
         f"{least.parameters:,} to {most.parameters:,} parameters, "
         f"{least.macs:,} to {most.macs:,} MACs per image; limits {config.limits or 'none'}\n"
-        f"warm-up {plans[0].steps:,} steps, supernet {plans[1].steps:,} steps of "
-        f"{2 + supernet.RANDOM_CANDIDATES} candidates, {2 * config.evaluations:,} evaluations"
+        f"{steps:,} steps of {2 + supernet.RANDOM_CANDIDATES} candidates, "
+        f"{2 * config.evaluations:,} evaluations"
     )

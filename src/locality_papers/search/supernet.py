@@ -1,9 +1,8 @@
 """A supernet: one CvT that runs as any candidate of a search space, with shared weights.
 
 It has the weights of the largest candidate; smaller candidates use a subset. Strides of keys and
-values do not change weights. MLPs of a lower ratio use the first hidden units, so units are sorted
-by importance first. BatchNorm's running statistics fit no candidate: `calibrate` recomputes them
-for each.
+values do not change weights. MLPs of a lower ratio use the first hidden units. BatchNorm's running
+statistics fit no candidate: `calibrate` recomputes them for each.
 """
 
 from __future__ import annotations
@@ -120,21 +119,6 @@ def _strides(blocks: Iterable[Block], strides: Sequence[int]) -> Iterator[None]:
         for pair, old in zip(convolutions, before, strict=True):
             for convolution in pair:
                 convolution.stride = old
-
-
-@torch.no_grad()
-def order_hidden_units(model: ImageClassifier) -> None:
-    """Sort each MLP's hidden units by importance, in place.
-
-    The importance is Σ|w| over the second layer's weights. The model's function is unchanged.
-    """
-    for block in blocks_of(model).values():
-        mlp: Any = block.mlp
-        first, second = mlp.fc1, mlp.fc2
-        order = second.weight.abs().sum(dim=0).argsort(descending=True, stable=True)
-        first.weight.copy_(first.weight[order])
-        first.bias.copy_(first.bias[order])
-        second.weight.copy_(second.weight[:, order])
 
 
 @torch.no_grad()

@@ -92,7 +92,7 @@ class Stop(Exception):
 
 @pytest.mark.slow
 def test_stopped_anywhere_it_ends_with_the_same_candidates_and_weights(tmp_path, monkeypatch):
-    """Stops in warm-up, in the supernet, and during evaluation."""
+    """Stops in the supernet, and during evaluation."""
     whole = searched(tmp_path / "whole")
 
     def stopping(original, after):
@@ -105,7 +105,7 @@ def test_stopped_anywhere_it_ends_with_the_same_candidates_and_weights(tmp_path,
 
         return call
 
-    monkeypatch.setattr(Loop, "train_step", stopping(Loop.train_step, {1, 8}))
+    monkeypatch.setattr(Loop, "train_step", stopping(Loop.train_step, {1, 5}))
     monkeypatch.setattr(Search, "load_supernet", stopping(Search.load_supernet, {0}))
     for _ in range(3):
         with pytest.raises(Stop):
