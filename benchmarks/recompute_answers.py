@@ -140,7 +140,7 @@ for scale in ("digits", "fashion", "fashion14"):
     frozen = {"freeze_gpsa": True, "freeze_gating": True, "gating_init": 0.0}
     known |= {"F": arm(**frozen), "G": arm(**frozen, conv_init=False)}
     known |= {"S": arm(positional_attention="psa"), "L": arm("CvT", projection="linear")}
-    known |= {"E": arm("CvT", embed_kernel=[1, 2, 1], embed_padding=0)}
+    known |= {"E": arm("CvT", embed_kernel=[1, 2, 1], embed_padding=0.0)}
     for line in PLAIN.splitlines():
         put(line.partition(" = ")[0], eval(line.partition(" = ")[2], known))
     for n in range(4):
