@@ -180,7 +180,6 @@ README_NUMBERS = {
     "20.0, 31.6": ("docs/models.md", "| 20.0 |", "| 31.6 |"),
     "81.6, 82.5": ("src/locality_papers/published.yaml", "81.6, 86.7", "82.5, 87.2"),
     "0.76–0.94": ("benchmarks/results/nvidia-h200-2026-11-26.md", "| 0.76× |", "| 0.94× |"),
-    "0.93–0.96": ("benchmarks/results/nvidia-h200-2026-11-26.md", "| 0.93× |", "| 0.96× |"),
 }
 
 

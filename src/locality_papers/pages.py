@@ -154,20 +154,19 @@ HEADLINES = {
     "Do gates of the deeper half fall?": "convit/figure-6",
     "Does masking content cost more than masking position?": "convit/table-6",
     "Patches each in its own order: do gates fall?": "beyond/shuffled",
-    "With 100% of the images, is ConViT above the CNN?": "beyond/baselines",
 }
 """The README's questions, and the experiments that answer them."""
 
 
 def headlines(found: Iterable[Answer]) -> str:
-    """The README's table of findings."""
-    lines = ["| question | paper | here |", "| :-- | :-- | :-- |"]
+    """The README's table of findings: a column for digits, one for photographs of clothes."""
+    lines = ["| question | paper | digits | clothes |", "| :-- | :-- | :-- | :-- |"]
     grouped = _by_question(found)
     for question, experiment in HEADLINES.items():
         if at := grouped.get((experiment, question)):
+            cells = [said(at[scale], brief=True) if scale in at else "" for scale in SHOWN[:2]]
             paper = papers(next(iter(at.values())))
-            here = "; ".join(f"{scale}: {said(answer)}" for scale, answer in at.items())
-            lines.append(f"| {question} | {paper} | {here} |")
+            lines.append(f"| {question} | {paper} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

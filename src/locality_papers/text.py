@@ -200,8 +200,13 @@ def everywhere(at: Mapping[str, Answer]) -> str:
     return f"{text} ({', '.join(tasks)})" if tasks else text
 
 
-def said(answer: Answer) -> str:
-    """An answer as text: "yes, +5.2 (+3.1 to +7.3)"."""
+def said(answer: Answer, brief: bool = False) -> str:
+    """An answer as text: "yes, +5.2 (+3.1 to +7.3)"; a brief one names no unit and no seeds."""
+    if brief:
+        text = f"{answer['answer']}: {_rounded(answer, 'effect')}"
+        if answer["low"] is None:
+            return text
+        return f"{text} ({_rounded(answer, 'low')} to {_rounded(answer, 'high')})"
     unit = "" if answer["unit"] == "points" else f" {answer['unit']}".rstrip()
     more = f" {_rounded(answer, 'high')}" if answer["answer"] == AT_MOST else ""
     if answer["answer"] == CANNOT_TELL and answer["seeds"]:

@@ -179,7 +179,7 @@ def test_the_cost_of_a_public_dataset_needs_no_images(cli):
 
 
 def test_weights_are_read_before_the_first_step(tmp_path):
-    config = tiny(model__weights=str(locality.save(build("cvt_pico"), tmp_path)))
+    config = tiny(weights=str(locality.save(build("cvt_pico"), tmp_path)))
     with pytest.raises(UserError, match="CvT"):
         ResolvedRun(config).check_start()
     ResolvedRun(config, classes=[f"{digit}" for digit in range(10)]).check_start()  # resumed
