@@ -156,6 +156,19 @@ def test_a_wrong_description_is_refused_by_name(tmp_path, changes, named):
     assert str(tmp_path) in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["convit_nano", "cvt_nano"])
+def test_files_of_earlier_versions_open(name, tmp_path):
+    model = build(name)
+    save(model, tmp_path)
+    fields: dict = {"init": "default"}
+    if name == "cvt_nano":  # by stage
+        names = ("embed_dim", "num_heads", "depth", "embed_stride", "embed_padding")
+        columns = zip(*(model.config.per_stage(field) for field in names), strict=True)
+        fields["stages"] = [dict(zip(names, column, strict=True)) for column in columns]
+    change_config(tmp_path, architecture=fields)
+    assert load(tmp_path).config == model.config
+
+
 def test_damaged_or_missing_files_are_named(tmp_path):
     for place in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(FileNotFoundError, match=place.name):

@@ -415,7 +415,7 @@ GROUPS: dict[tuple[str, str], dict[str, Damage]] = {
     (BY_RUN, "classes.json"): {"classes are numbers": write("run/classes.json", "[1, 2]")},
     (BY_RUN, RUN): {
         "too few class names": write("run/classes.json", '["a", "b"]'),
-        "another depth": replaced("run/config.yaml", "model:\n", "model:\n  depth: 500\n"),
+        "another depth": replaced("run/config.yaml", "  depth: 4\n", "  depth: 500\n"),
     },
     (BY_RUN, "config.yaml"): {
         content[:40]: write("run/config.yaml", content)

@@ -171,6 +171,10 @@ class Checkpoint:
         fields = dict(content["architecture"])
         families = {config.family: config for config in MODELS}
         family = lookup("family of models", str(fields.pop("family", None)), families)
+        # Of earlier files: how weights started, and a CvT's settings by stage.
+        fields.pop("init", None)
+        if stages := fields.pop("stages", None):
+            fields |= {name: [stage[name] for stage in stages] for name in stages[0]}
         config = from_dict(family, fields, "architecture")
         preprocessing = content.get("input")
         if preprocessing is not None:

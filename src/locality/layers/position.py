@@ -64,7 +64,10 @@ def check_grid(values: Tensor, grid: Grid) -> None:
 
 
 def relative_encodings(grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The encodings r_δ of all (query, key) pairs, (N, N, 3) as (‖δ‖², δ₁, δ₂) (Eq. 5)."""
+    """The encodings r_δ of all (query, key) pairs, (N, N, 3) as (‖δ‖², δ₁, δ₂) (Eq. 5).
+
+    For inspection: attention itself uses `axis_scores`.
+    """
     height, width = grid
     rows = torch.arange(height, dtype=dtype).repeat_interleave(width)
     columns = torch.arange(width, dtype=dtype).repeat(height)
@@ -91,7 +94,7 @@ def axis_scores(v_pos: Tensor, grid: Grid) -> Scores:
     for slope, length in zip(linear, grid, strict=True):
         indices = torch.arange(length, device=v_pos.device, dtype=v_pos.dtype)
         offsets = indices[None, :] - indices[:, None]
-        scores.append(torch.addcmul(slope, quadratic, offsets) * offsets)
+        scores.append(torch.addcmul(slope, quadratic, offsets) * offsets)  # v₀δ² + v₁δ
     return scores[0], scores[1]
 
 

@@ -6,7 +6,8 @@ token joins (ConViT §3, Fig. 4). Without positional blocks it is a DeiT.
 Shapes:  B batch · N = H·W patches, rows first · C embed_dim · h heads · d = C/h head width
          (H, W) token grid
 
-The forward pass never forms an N×N matrix; `attention_maps` returns it, for inspection.
+The forward pass never forms an N×N matrix; `attention_maps` returns it, for inspection. Training and
+`fuse()` compute the same in fewer operations (`layers/fast.py`).
 """
 
 from __future__ import annotations
@@ -214,7 +215,7 @@ class VisionTransformer(ImageClassifier):
                 maps.append(x)
         return self.norm(x)
 
-    faster_features = fast.vit
+    faster_features = fast.vit  # Eq. 7 again, for all layers at once
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
         """(B, C_in, H_in, W_in) → embedded patches, (B, N, C), and their grid."""
