@@ -6,8 +6,8 @@ token joins (ConViT §3, Fig. 4). Without positional blocks it is a DeiT.
 Shapes:  B batch · N = H·W patches, rows first · C embed_dim · h heads · d = C/h head width
          (H, W) token grid
 
-The forward pass never forms an N×N matrix; `attention_maps` returns it, for inspection. Training and
-`fuse()` compute the same in fewer operations (`layers/fast.py`).
+The forward pass never forms an N×N matrix; `attention_maps` returns it, for inspection. Training
+and `fuse()` compute the same in fewer operations (`layers/fast.py`).
 """
 
 from __future__ import annotations
