@@ -9,11 +9,13 @@ import shlex
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
 from locality import settings
+from locality.checkpoints import open_model
 from locality.cli import main
 from locality.commands.train import read_run
 from locality.errors import UserError
@@ -221,6 +223,27 @@ def test_eval_writes_predictions_that_make_its_accuracy(run, tmp_path, cli):
     right = [row["label"] == row["prediction"] for row in read_rows(table)]
     assert len(right) == found["n"]
     assert 100 * sum(right) / len(right) == pytest.approx(found["top1"])
+
+
+def test_each_image_and_class_has_its_own_numbers(tmp_path, cli):
+    """By a trained model, which tells images apart; each class has another number of them."""
+    model, digits = Path(__file__).parents[2] / "docs/live/digits/convit_nano", load_digits()
+    for label in range(10):
+        (tmp_path / f"digits/{label}").mkdir(parents=True)
+        for index in np.flatnonzero(digits.target == label)[: label + 1]:
+            image = Image.fromarray((digits.images[index] * 15.9).astype("uint8"))
+            image.save(tmp_path / f"digits/{label}/{index}.png")
+    table = tmp_path / "table.csv"
+    out = cli("eval", model, tmp_path / "digits", "--predictions", table).out
+    classifier, rows = open_model(str(model)), read_rows(table)
+    assert len(rows) == 55 and len({row["prediction"] for row in rows}) > 5
+    for row in rows:
+        (probabilities,) = classifier([Image.open(tmp_path / "digits" / row["path"])])
+        top = classifier.top_classes(probabilities, 10)
+        assert top == pytest.approx({name: float(row[name]) for name in top}, abs=1e-5)
+        assert next(iter(top)) == row["prediction"]
+    counts = [line.split()[2:] for line in out.strip().splitlines()[-10:]]
+    assert [sum(map(int, row)) for row in counts] == list(range(1, 11))
 
 
 def test_eval_shows_the_recall_and_the_precision_of_each_class(run, tmp_path, cli):
