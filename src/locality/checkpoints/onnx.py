@@ -56,9 +56,8 @@ def export(
         the path.
 
     Raises:
-        UserError: for a wrong suffix, a missing folder, a model of another library or with images
-            too small to export, missing ONNX packages, or a graph whose logits differ from the
-            model's.
+        UserError: for a wrong suffix, a missing folder, a model of another library, missing ONNX
+            packages, or a graph whose logits differ from the model's.
     """
     path = Path(path)
     check_export_path(path, overwrite)
@@ -82,31 +81,26 @@ def export(
 
 
 def _dynamic_axes(model: ImageClassifier) -> dict[int, Any]:
-    """The dynamic axes of the images, with their range.
-
-    Raises:
-        UserError: if the model's image size is below the smallest that can be exported.
-    """
+    """The dynamic axes of the images, with their range."""
     axes: dict[int, Any] = {0: Dim("batch", min=1)}
     config = model.config
     if not isinstance(config, CvTConfig) or any(stage.use_pos_embed for stage in config.stages):
         return axes
-    # torch.export specialises sizes of 1, so every grid must have at least 2.
+    # torch.export specialises sizes of 1, so every grid must have at least 2, or a fixed size.
     side = config.minimum_size
     while _smallest_grid(config, side) < 2:
         side += 1
     if min(model.img_size) < side:
-        raise UserError(
-            f"this model can be exported for images of at least {side}×{side}, but has "
-            f"{model.img_size[0]}×{model.img_size[1]}; create it with img_size={side}"
-        )
+        return axes
     return axes | {2: Dim("height", min=side), 3: Dim("width", min=side)}
 
 
 def _smallest_grid(config: CvTConfig, side: int) -> int:
     """The shortest side of any grid of queries or keys, for an image of `side`."""
     stages = zip(config.grids((side, side)), config.stages, strict=True)
-    return min(min(*grid, *stage.kv_grid(grid, max(stage.kv_stride))) for grid, stage in stages)
+    return min(
+        min(*grid, *stage.kv_grid(grid, max(stage.kv_stride, default=1))) for grid, stage in stages
+    )
 
 
 def _onnx(program: torch.export.ExportedProgram, axes: dict[int, Any], description: str) -> bytes:
