@@ -109,11 +109,11 @@ WAYS = {
     "convert runs/photos out": "entry",
     "export runs/photos out.onnx": "entry",
     "data check photos": "",
-    "reproduce all": "json list times",
-    "reproduce all --finished": "json list times dry_run jobs threads executor",
-    "reproduce all --dry_run": "json list times finished recorded",
+    "reproduce all": "list",
+    "reproduce all --finished": "list dry_run jobs threads executor",
+    "reproduce all --dry_run": "list finished recorded",
     "reproduce --list": (
-        "dry_run finished output seeds fraction jobs threads executor data recorded quiet"
+        "scale runs dry_run finished output seeds jobs threads executor data recorded quiet"
     ),
     "demo": "",
     "recipes": "",

@@ -81,7 +81,7 @@ class BatchLoader:
     def __iter__(self) -> Iterator[Batch]:
         if self._loader is None:
             raise RuntimeError("this loader has been closed")
-        with _block_signals(), translate_killed_worker():
+        with _block_signals(), _ended_worker_named(self._loader._iterator):
             arriving: Iterator[LoadedBatch] = iter(self._loader)
         try:
             while (loaded := self._next(arriving)) is not None:
@@ -105,18 +105,8 @@ class BatchLoader:
             del arriving
 
     def _next(self, arriving: Iterator[LoadedBatch]) -> LoadedBatch | None:
-        try:
-            with translate_killed_worker():
-                return next(arriving, None)
-        except (EOFError, ConnectionError, RuntimeError) as error:
-            codes = [worker.exitcode or 0 for worker in getattr(arriving, "_workers", ())]
-            if UNGUARDED in codes:
-                raise UserError(_NO_GUARD) from error
-            if min(codes, default=0) < 0:
-                raise ProcessKilled(_WORKER, -min(codes)) from error
-            if isinstance(error, RuntimeError):
-                raise
-            raise ProcessKilled(_WORKER) from error  # a connection to one that is just ending
+        with _ended_worker_named(arriving):
+            return next(arriving, None)
 
     def close(self) -> None:
         """End persistent workers; the loader cannot be used afterwards."""
@@ -226,6 +216,23 @@ def translate_killed_worker() -> Iterator[None]:
         if f"exit code {UNGUARDED}" in str(error):
             raise UserError(_NO_GUARD) from error
         raise
+
+
+@contextlib.contextmanager
+def _ended_worker_named(iterator: Any) -> Iterator[None]:
+    """As `translate_killed_worker`, also by the exit codes of an iterator's workers."""
+    try:
+        with translate_killed_worker():
+            yield
+    except (EOFError, ConnectionError, RuntimeError) as error:
+        codes = [worker.exitcode or 0 for worker in getattr(iterator, "_workers", ())]
+        if UNGUARDED in codes:
+            raise UserError(_NO_GUARD) from error
+        if min(codes, default=0) < 0:
+            raise ProcessKilled(_WORKER, -min(codes)) from error
+        if isinstance(error, RuntimeError):
+            raise
+        raise ProcessKilled(_WORKER) from error  # a connection to one that is just ending
 
 
 def _start_method() -> str | None:
