@@ -202,19 +202,17 @@ def everywhere(at: Mapping[str, Answer]) -> str:
 
 def said(answer: Answer, brief: bool = False) -> str:
     """An answer as text: "yes, +5.2 (+3.1 to +7.3)"; a brief one names no unit and no seeds."""
+    effect, interval = _rounded(answer, "effect"), ""
+    if answer["low"] is not None:
+        interval = f" ({_rounded(answer, 'low')} to {_rounded(answer, 'high')})"
     if brief:
-        text = f"{answer['answer']}: {_rounded(answer, 'effect')}"
-        if answer["low"] is None:
-            return text
-        return f"{text} ({_rounded(answer, 'low')} to {_rounded(answer, 'high')})"
+        return f"{answer['answer']}: {effect}{interval}"
     unit = "" if answer["unit"] == "points" else f" {answer['unit']}".rstrip()
     more = f" {_rounded(answer, 'high')}" if answer["answer"] == AT_MOST else ""
     if answer["answer"] == CANNOT_TELL and answer["seeds"]:
         enough = math.isfinite(answer["seeds"])
         more = f" (needs {answer['seeds']} seeds)" if enough else " (needs more images)"
-    text = f"{answer['answer']}{more}, {_rounded(answer, 'effect')}{unit}"
-    if answer["low"] is not None:
-        text += f" ({_rounded(answer, 'low')} to {_rounded(answer, 'high')})"
+    text = f"{answer['answer']}{more}, {effect}{unit}{interval}"
     if answer["images"] == "unpaired":
         text += ", unpaired"
     if answer["planned"] and answer["n"] < answer["planned"]:

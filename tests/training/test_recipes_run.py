@@ -11,19 +11,11 @@ import pytest
 from locality.checkpoints.run_state import load_best_state
 from locality.training import RECIPES, RunConfig, recipe, replace
 
-from .conftest import train
+from .conftest import TINY_CVT, train
 
 SIZE = 32
 VIT = {"depth": 2, "num_heads": 4, "embed_dim": 32, "patch_size": 8}
-CVT = {
-    "embed_dim": (8, 16),
-    "num_heads": (1, 2),
-    "depth": (1, 2),
-    "embed_kernel": 3,
-    "embed_stride": 2,
-    "embed_padding": 1,
-    "drop_path_rate": 0.1,
-}
+CVT = TINY_CVT | {"drop_path_rate": 0.1}
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from locality.training import RunConfig, devices, replace, state
 from locality.training.config import read_config
 from locality.training.loop import Loop
 
-from .conftest import EVERYTHING, assert_same_run, tiny, train, train_interrupted
+from .conftest import EVERYTHING, TINY_CVT, assert_same_run, tiny, train, train_interrupted
 
 STEPS = 8
 Interrupt = Callable[..., Interrupted]
@@ -68,16 +68,7 @@ SOME = (
     {"optim.name": "adamuon", "optim.position_lr_factor": 10},
 )
 DEIT = {"depth": 2, "embed_dim": 16, "drop_path_rate": 0.2}
-CVT = {
-    "embed_dim": (8, 16),
-    "num_heads": (1, 2),
-    "depth": (1, 2),
-    "embed_kernel": 3,
-    "embed_stride": 2,
-    "embed_padding": 1,
-    "kv_stride": (2, 1),
-    "drop_path_rate": 0.2,
-}
+CVT = TINY_CVT | {"kv_stride": (2, 1), "drop_path_rate": 0.2}
 # Everything at once, with and without a worker, and other models.
 FAST = [
     {"engine.accumulate": 1, "data.workers": 0, **SOME[-1]},
