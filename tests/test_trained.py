@@ -72,7 +72,6 @@ def test_it_classifies_files_folders_lists_arrays_and_tensors(images, run):
 
 def test_files_are_decoded_as_the_run_was(images, tmp_path, cli):
     options = BY_KEYWORD | {"data__exif": True, "output": tmp_path / "run", "quiet": True}
-    options |= {"data__max_pixels": 10_000}
     picture = Image.open(next(images.rglob("*.png"))).convert("RGB")
     exif = Image.Exif()
     exif[0x0112] = 3  # upside down
@@ -81,9 +80,6 @@ def test_files_are_decoded_as_the_run_was(images, tmp_path, cli):
     found, turned = run.predict(tmp_path / "held.png"), picture.rotate(180)
     assert run.predict(Image.open(tmp_path / "held.png")).classes == found.classes
     assert found.classes == run.predict(turned).classes != run.predict(picture).classes
-    Image.new("RGB", (300, 300)).save(tmp_path / "large.png")
-    with pytest.raises(UserError, match="10,000"):
-        run.predict(tmp_path / "large.png")
     cli("convert", run.folder, tmp_path / "saved")
     for model in (run.folder, tmp_path / "saved"):
         said = cli("predict", tmp_path / "held.png", "--model", model, "--json").out

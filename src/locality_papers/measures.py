@@ -149,10 +149,10 @@ def summed_rate(config: RunConfig) -> float:
     peak = config.optim.peak_lr(config.engine.batch_size)
     start, end = config.schedule.warmup_lr, config.schedule.min_lr
     # Linear warm-up, then the cosine of the whole length from the end of the warm-up.
-    warm, length = plan.warmup, plan.steps - plan.cooldown
+    warm, length = plan.warmup, plan.steps
     cosine = length - warm - length / math.pi * math.sin(math.pi * warm / length)
     rising, falling = warm * (start + peak) / 2, (peak - end) / 2 * cosine
-    return config.optim.position_lr_factor * (rising + falling + end * (plan.steps - warm))
+    return config.optim.position_lr_factor * (rising + falling + end * (length - warm))
 
 
 def count(t: Experiment, row: str, model: Callable[[], Any]) -> None:

@@ -25,7 +25,6 @@ BAD = {
         {"workers": True},
         {"split_seed": 0.5},
         {"max_bad_images": -1},
-        {"max_pixels": 10**9},
     ],
     AugmentConfig: [
         {"crop": "resize"},
@@ -91,5 +90,5 @@ def test_every_dataset_is_described(dataset):
 
 
 def test_decoding_is_that_of_the_configuration():
-    assert DataConfig(exif=True, max_pixels=7, grey_bits=9).decoding == Decoding(True, 7, 9)
+    assert DataConfig(exif=True, grey_bits=9).decoding == Decoding(exif=True, grey_bits=9)
     assert Preprocessing(8, exif=True, grey_bits=9).decoding == Decoding(True, grey_bits=9)

@@ -161,9 +161,7 @@ def test_the_validation_images_do_not_depend_on_the_runs_seed_or_fraction():
     other = open_data(DataConfig(fraction=0.05), seed=7)
     assert np.array_equal(one.val.indices, other.val.indices)
     assert not set(other.train.indices) & set(one.val.indices)
-    again = open_data(DataConfig(fraction=0.05, subset_seed=7), seed=5).train
-    assert np.array_equal(other.train.indices, again.indices)
-    assert set(np.bincount(again.labels)) <= {6, 7}
+    assert set(np.bincount(other.train.labels)) <= {6, 7}
     moved = open_data(DataConfig(split_seed=1), seed=0)
     assert not np.array_equal(one.val.indices, moved.val.indices)
 

@@ -83,12 +83,12 @@ def test_the_same_images_and_steps_are_claimed_only_where_they_were_the_same(
 ):
     claim = "train on the same images in the same order for the same number of steps"
     assert claim in build_report(twin_runs, tmp_path / "r.html").read_text()
-    longer = {"schedule.steps": 3000, "data.subset_seed": 7}
+    longer = {"schedule.steps": 3000, "data.split_seed": 7}
     runs = [make_run("convit_micro", measured=False)]
     runs += [make_run("deit_micro", measured=False, settings=longer)]
     page = build_report(runs, tmp_path / "r.html").read_text()
     assert claim not in page
-    assert "also differ in data.subset_seed , schedule.steps" in text_of(page)
+    assert "also differ in data.split_seed , schedule.steps" in text_of(page)
 
 
 def test_folds_of_one_seed_have_widened_intervals(make_run, tmp_path):

@@ -75,7 +75,7 @@ b81ba2d158d9 digits {model.name: cvt_nano, model.mlp_ratio: [2.0, 4.0, 4.0]}
 ae419350a8b4 digits {objective.teacher: runs/digits/a, objective.distillation: soft}
 2cbe156919e4 digits {engine.devices: 2, engine.accumulate: 2, data.workers: 4, recipe: other}
 cca11cc7e8ac digits {schedule.eval_every: 75, schedule.snapshot_every: 100, engine.compile: true}
-57ee53faaffc digits {data.fold: [0, 5], data.split_seed: 3, data.subset_seed: 2}
+c6b02bf919f6 digits {data.fold: [0, 5], data.split_seed: 3}
 fd4dcbe0a7bc fashion_mnist {model.patch_size: 2, optim.betas: [0.9, 0.95], optim.eps: 1.0e-7}
 """
 

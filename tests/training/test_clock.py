@@ -150,7 +150,6 @@ def test_killed_at_ten_random_moments(tmp_path, monkeypatch):
         ({"minutes": None, "steps": 5, "decay": (1, 2)}, "decay"),
         ({"decay": (5, 5)}, "decay"),
         ({"patience": 3}, "patience"),
-        ({"cooldown": 1}, "cooldown"),
         ({"constant_images": True}, "constant_images"),
         ({"minutes": 0}, "minutes"),
         ({"minutes": float("inf")}, "minutes"),

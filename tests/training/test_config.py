@@ -32,14 +32,12 @@ BAD = {
     "objective.label_smoothing": [1.0, -0.1],
     "objective.teacher_share": [0, 1.1],
     "objective.distillation": ["medium"],
-    "objective.teacher_weights": ["file.pth"],  # without a teacher
     "entry": ["ema"],  # without weights
     "engine.batch_size": [0, 2.0],
     "engine.accumulate": [0, 3],  # 3 does not divide 64
     "engine.devices": [-1, 7],
     "engine.precision": ["bf16", "half"],
     "engine.strategy": ["fsdp"],
-    "engine.ema_warmup": [True],  # without an average
     "engine.compile": ["yes", 1],
 }
 

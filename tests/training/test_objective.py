@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
-
 import pytest
 import timm
 import torch
@@ -12,9 +9,11 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+import locality
 from locality.data import AugmentConfig, Preprocessing
 from locality.data.sampling import seed_generators
 from locality.errors import UserError
+from locality.models import build
 from locality.training import ObjectiveConfig
 from locality.training.objective import (
     Objective,
@@ -163,78 +162,35 @@ def test_a_teacher_never_learns(batch):
     assert not taught(batch[0]).requires_grad
 
 
-def assert_teaches(model: nn.Module, config: ObjectiveConfig) -> list[str]:
-    """The teacher has the logits of a model of timm's; returns what is said of it."""
-    check_teacher(config)
-    loaded, notes = load_teacher(config, Preprocessing(), range(1000))
-    images = torch.randn(1, 3, 224, 224)
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(images), model.eval()(images))
-    return notes
-
-
-@pytest.mark.parametrize("name", ["convit_tiny", "timm/convit_tiny"])
-def test_a_timm_teacher_is_read_from_a_file(name, tmp_path):
-    torch.manual_seed(0)
-    model = timm.create_model("convit_tiny", num_classes=1000)
-    file = tmp_path / "teacher.pth"
-    torch.save(model.state_dict(), file)
-    (note,) = assert_teaches(model, ObjectiveConfig(teacher=name, teacher_weights=str(file)))
-    assert "no class names" in note
-
-
 def test_public_weights_can_be_the_teacher(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCALITY_HOME", str(tmp_path))
     model = timm.create_model("deit_tiny_patch16_224")
     path = tmp_path / "weights" / "deit_tiny.fb_in1k.safetensors"
     path.parent.mkdir()
     save_file(model.state_dict(), path)
-    assert_teaches(model, ObjectiveConfig(teacher="deit_tiny.fb_in1k"))
+    check_teacher("deit_tiny.fb_in1k")
+    loaded, (note,) = load_teacher("deit_tiny.fb_in1k", Preprocessing(), range(1000))
+    images = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(images), model.eval()(images))
+    assert "no class names" in note
 
 
 def test_a_run_can_be_the_teacher(tmp_path):
     train(tiny(schedule__steps=2), tmp_path / "run")
-    config = ObjectiveConfig(teacher=str(tmp_path / "run"))
-    images = torch.randn(2, 3, 8, 8)
-    whole, _ = load_teacher(config, tiny().input, "0123456789")
-    some, notes = load_teacher(config, tiny().input, "719")
+    images, run = torch.randn(2, 3, 8, 8), str(tmp_path / "run")
+    whole, _ = load_teacher(run, tiny().input, "0123456789")
+    some, notes = load_teacher(run, tiny().input, "719")
     assert torch.equal(some(images), whole(images)[:, [7, 1, 9]]) and not notes
     with pytest.raises(UserError, match="'ten'"):
-        load_teacher(config, tiny().input, ["0", "ten"])
+        load_teacher(run, tiny().input, ["0", "ten"])
 
 
-def test_a_teacher_that_is_not_there_is_refused(tmp_path):
-    weights = tmp_path / "weights.pth"
-    weights.touch()
-    for named, teacher in {
-        "teacher_weights": {"teacher": str(tmp_path), "teacher_weights": str(weights)},
-        "regnety_160": {"teacher": "regnety160"},
-        str(tmp_path / "none"): {"teacher": str(tmp_path / "none")},
-        "nowhere.pth": {"teacher": "regnety_160", "teacher_weights": "nowhere.pth"},
-    }.items():
-        with pytest.raises(UserError, match=re.escape(named)):
-            check_teacher(ObjectiveConfig(**teacher))
-
-
-def test_a_teacher_is_for_rgb(tmp_path):
-    file = str(tmp_path / "teacher.pth")
-    torch.save(timm.create_model("test_vit", num_classes=10, in_chans=1).state_dict(), file)
-    with pytest.raises(UserError, match="1 channel"):
-        load_teacher(
-            ObjectiveConfig(teacher="test_vit", teacher_weights=file), Preprocessing(), "0123456789"
-        )
-
-
-def test_a_teachers_state_dict_is_chosen_by_its_entry(tmp_path):
-    model = timm.create_model("test_vit", num_classes=10)
-    state = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
-    average = {name: 0.5 * tensor for name, tensor in state.items()}
-    file = str(tmp_path / "teacher.pth")
-    torch.save({"state_dict": state, "state_dict_ema": average}, file)
-    config = ObjectiveConfig(teacher="test_vit", teacher_weights=file)
-    with pytest.raises(UserError, match="state_dict, state_dict_ema"):
-        load_teacher(config, Preprocessing(), "0123456789")
-    chosen = dataclasses.replace(config, teacher_entry="state_dict_ema")
-    loaded = load_teacher(chosen, Preprocessing(), "0123456789")[0].model.state_dict()
-    for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(loaded[f"model.{name}"], 0.5 * tensor)
+def test_teachers_that_are_refused(tmp_path):
+    for teacher, named in {"convit_tiny": "weights", str(tmp_path / "none"): "none"}.items():
+        with pytest.raises(UserError, match=rf"objective\.teacher.*{named}"):
+            check_teacher(teacher)
+    for settings, named in (({"in_chans": 1}, "1 channel"), ({}, "1000 classes")):
+        saved = locality.save(build("timm/test_vit", **settings), tmp_path / named)
+        with pytest.raises(UserError, match=named):
+            load_teacher(str(saved), Preprocessing(), "0123456789")

@@ -51,7 +51,7 @@ def test_snapshots_include_the_first_and_the_last_step():
 
 
 def test_a_fraction_keeps_images_and_schedule_when_told_to():
-    whole = config(epochs=10, warmup=1, cooldown=2)
+    whole = config(epochs=10, warmup=1)
     part = dataclasses.replace(
         whole,
         data=dataclasses.replace(whole.data, fraction=0.1),

@@ -47,7 +47,7 @@ def stand_in(config: RunConfig, images: Path) -> RunConfig:
     changes |= {f"model.{name}": value for name, value in sizes.items()}
     if config.schedule.steps is None:
         passes = 1.0 if not config.schedule.constant_images else config.data.fraction
-        changes |= {"schedule.epochs": 1.0, "schedule.warmup": 0.25, "schedule.cooldown": 0.25}
+        changes |= {"schedule.epochs": 1.0, "schedule.warmup": 0.25}
         changes |= {"data.fraction": passes}
     else:
         changes |= {"schedule.steps": 2, "schedule.warmup": 1}

@@ -39,7 +39,7 @@ _AT_ONCE = 32
 _CLASSES = 20  # maximum number of classes in printed tables
 _RESTRICTIONS = "part fraction train_part val_part fold first_classes skip_classes"
 _WHOLE = {f"data.{name}": getattr(DataConfig(), name) for name in _RESTRICTIONS.split()}
-_READING = {"dataset", "allow_outside", "grey_bits", "max_pixels", "exif"}
+_READING = {"dataset", "allow_outside", "grey_bits", "exif"}
 _READING |= {"image_column", "label_column"}
 _IMAGES = "files or folders; a run's validation images by default"
 
@@ -152,7 +152,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     parser.add_overwrite()
     parser.add_settings(DataConfig(), "data.", short={"dataset": "--data"})
     options = parser.read(arguments)
-    of_training = "data.fraction data.subset data.subset_seed"
+    of_training = "data.fraction data.subset"
     parser.refuse(of_training, "only applies to training images")
     model = GivenModel(options.model, options)
     check_parent(options.predictions)

@@ -75,7 +75,6 @@ class DataConfig:
             trains on the others; an existing validation split is ignored.
         first_classes: keep the first k classes in sorted order; None keeps all.
         skip_classes: leave out the first k classes.
-        subset_seed: seed of the balanced choice; None is the run's seed.
         val_fraction: fraction of each class held out if the dataset has no validation split.
         split_seed: seed of that split and of the parts; not the run's, so that all seeds share the
             validation images.
@@ -84,7 +83,6 @@ class DataConfig:
         on_changed_images: what to do if a run is resumed and its images differ from those of the
             checkpoint: "error" stops and names them, "resume" continues.
         max_bad_images: how many different files may be skipped before the run stops.
-        max_pixels: images with more pixels are treated as files that cannot be decoded.
         exif: apply the EXIF orientation. Off by default, as in the published evaluations.
         grey_bits: bits that 16-bit greys use: 12 if 4095 is white, as in files of many cameras.
         image_column: image column of an `arrow` dataset, if several qualify, or of a `table`, by
@@ -106,13 +104,11 @@ class DataConfig:
     fold: tuple[int, int] | None = setting(None, "sample")
     first_classes: checks.Count | None = None
     skip_classes: checks.Natural = 0
-    subset_seed: checks.Natural | None = setting(None, "sample")
     val_fraction: checks.ProperShare = 0.25
     split_seed: checks.Natural = setting(0, "sample")
     on_bad_image: Literal["auto", "error", "skip"] = setting("auto", "how")
     on_changed_images: Literal["error", "resume"] = setting("error", "how")
     max_bad_images: checks.Natural = setting(100, "how")
-    max_pixels: Annotated[int, Meta(ge=1, le=PIXEL_LIMIT)] = PIXEL_LIMIT
     exif: bool = False
     grey_bits: GreyBits = 16
     image_column: str | None = None
@@ -120,7 +116,10 @@ class DataConfig:
     allow_outside: bool = False
     workers: checks.Natural = setting(0, "how")
 
-    REMOVED = (("cache_gb", 10.0), ("crops", "exact"), ("difficulty", None), ("real_labels", None))
+    REMOVED = (
+        *(("cache_gb", 10.0), ("crops", "exact"), ("difficulty", None), ("real_labels", None)),
+        *(("subset_seed", None), ("max_pixels", PIXEL_LIMIT)),
+    )
 
     def __post_init__(self) -> None:
         checks.one_of("dataset", self.dataset, DATASETS)
@@ -155,7 +154,7 @@ class DataConfig:
     @property
     def decoding(self) -> Decoding:
         """The decoding settings."""
-        return Decoding(self.exif, self.max_pixels, self.grey_bits)
+        return Decoding(exif=self.exif, grey_bits=self.grey_bits)
 
     def on_bad(self, training: bool) -> Literal["error", "skip"]:
         """`on_bad_image` with "auto" resolved: skip while training, stop in evaluation."""

@@ -49,7 +49,7 @@ def open_data(
 
     Args:
         config: the dataset and its restrictions.
-        seed: the run's seed, which selects the fraction unless `config.subset_seed` is given.
+        seed: the run's seed, which selects the fraction.
         names: class names in the order in which to number them, such as those recorded by a run;
             other classes follow. None keeps the order that the dataset declares.
         whole: evaluate on all images of a dataset without a validation split.
@@ -82,7 +82,6 @@ def open_data(
     if config.train_part != (0.0, 1.0):
         train = train.subset(_slice(train, config.train_part, config.split_seed))
     if config.fraction < 1.0 and len(train):
-        seed = seed if config.subset_seed is None else config.subset_seed
         by = None if config.subset == "sorted" else seed
         train = train.subset(class_fraction(train.labels, config.fraction, by))
     if names:

@@ -70,7 +70,7 @@ def _with_one_device(config: RunConfig) -> RunConfig:
     """
     if config.engine.devices or launched_externally():
         return config
-    one = {"engine.devices": 1, "engine.num_nodes": 1, "engine.strategy": "auto"}
+    one = {"engine.devices": 1, "engine.strategy": "auto"}
     return replace(config, one)
 
 

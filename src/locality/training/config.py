@@ -70,11 +70,10 @@ class OptimConfig:
 class ScheduleConfig:
     """The length, in epochs, steps or minutes, and the learning-rate schedule.
 
-    Exactly one of `epochs`, `steps` and `minutes` is set; `warmup`, `cooldown`, `eval_every`,
-    `save_every`, `snapshot_every` and `patience` count in epochs or steps, with `minutes` in steps.
-    The length includes warm-up and cool-down: linear from `warmup_lr`, then cosine to `min_lr`,
-    then constant. With `minutes`: warm-up, constant until two thirds of the time have gone, then
-    linear to `min_lr`.
+    Exactly one of `epochs`, `steps` and `minutes` is set; `warmup`, `eval_every`, `save_every`,
+    `snapshot_every` and `patience` count in epochs or steps, with `minutes` in steps. The length
+    includes the warm-up: linear from `warmup_lr`, then cosine to `min_lr`. With `minutes`: warm-up,
+    constant until two thirds of the time have gone, then linear to `min_lr`.
 
     Attributes:
         epochs: passes over the training images (images seen / training images).
@@ -86,7 +85,6 @@ class ScheduleConfig:
             it, which multiplies passes by 1/f and keeps the number of images seen (ConViT Table 2).
         warmup: length of the linear warm-up.
         warmup_lr: learning rate at its start.
-        cooldown: length of the final phase at `min_lr`.
         min_lr: learning rate at the end of the cosine.
         eval_every: interval between evaluations; the last step is always evaluated. With `minutes`
             the interval doubles with every evaluation.
@@ -106,12 +104,13 @@ class ScheduleConfig:
     constant_images: bool = False
     warmup: checks.NotNegative = 100.0
     warmup_lr: checks.NotNegative = 1e-6
-    cooldown: checks.NotNegative = 0.0
     min_lr: checks.NotNegative = 1e-5
     eval_every: checks.Positive = setting(150.0, "incidental")
     save_every: checks.Positive | None = setting(None, "incidental")
     snapshot_every: checks.Positive | None = setting(None, "incidental")
     patience: checks.Positive | None = None
+
+    REMOVED = (("cooldown", 0.0),)
 
     def __post_init__(self) -> None:
         lengths = [name for name in LENGTHS if getattr(self, name) is not None]
@@ -129,20 +128,19 @@ class ScheduleConfig:
         if self.minutes is None:
             if self.decay is not None:
                 raise UserError("schedule.decay belongs to schedule.minutes; make it null")
-        elif self.cooldown or self.patience is not None:
+        elif self.patience is not None:
             raise UserError(
-                "with schedule.minutes the rate decays to the end, and the last weights are kept: "
-                "make schedule.cooldown 0 and schedule.patience null"
+                "with schedule.minutes the last weights are kept; make schedule.patience null"
             )
         elif self.decay is not None and self.decay[0] >= self.decay[1]:
             raise UserError(
                 f"schedule.decay is {self.decay}; give the first step of the decay and the number "
                 f"of all steps, which is larger"
             )
-        if self.minutes is None and self.warmup + self.cooldown > self.length:
+        if self.minutes is None and self.warmup > self.length:
             raise UserError(
-                f"schedule.warmup ({self.warmup:g}) and schedule.cooldown ({self.cooldown:g}) "
-                f"are longer than the run ({self.length:g} {self.unit})"
+                f"schedule.warmup ({self.warmup:g}) is longer than the run ({self.length:g} "
+                f"{self.unit})"
             )
 
     @property
@@ -173,11 +171,8 @@ class ObjectiveConfig:
         label_smoothing: fraction of the target spread evenly over all classes.
         class_weights: weight each image's loss by mean class size / size of its class, so that rare
             classes count as much as common ones.
-        teacher: distil from this model: a run folder, weights, the name of public ones, a timm name
-            (pretrained weights), or timm's "local-dir:FOLDER" or "hf-hub:REPOSITORY"; None trains
-            on labels alone.
-        teacher_weights: a local file with the timm teacher's weights, instead of a download.
-        teacher_entry: the state dict of `teacher_weights` or `teacher` to load, if it has several.
+        teacher: distil from this model: a run folder, weights, the name of public ones, or "timm/"
+            and a timm name; None trains on labels alone.
         teacher_share: weight of the distillation loss; the loss on labels has the rest.
         distillation: "hard" trains on the teacher's predicted class (ConViT appendix B), "soft" on
             its probabilities at `temperature`.
@@ -187,17 +182,14 @@ class ObjectiveConfig:
     label_smoothing: checks.ShareBelowOne = 0.0
     class_weights: bool = False
     teacher: str | None = setting(None, "run")
-    teacher_weights: str | None = setting(None, "run")
-    teacher_entry: str | None = None
     teacher_share: checks.PositiveShare = 0.5
     distillation: Literal["hard", "soft"] = "hard"
     temperature: checks.Positive = 3.0
 
+    REMOVED = (("teacher_weights", None), ("teacher_entry", None))
+
     def __post_init__(self) -> None:
         check(self, "objective.")
-        for name in ("teacher_weights", "teacher_entry"):
-            if getattr(self, name) is not None and self.teacher is None:
-                raise UserError(f"objective.{name} is set but objective.teacher is not")
 
 
 @dataclass(frozen=True)
@@ -210,11 +202,9 @@ class EngineConfig:
         precision: "fp32", "bf16-mixed", "auto" for the faster of the two, or, on an NVIDIA GPU,
             "fp16-mixed" with gradient scaling.
         ema_decay: keep and evaluate an exponential moving average of the weights; None is off.
-        ema_warmup: increase the decay from 0 as 1 − (1 + step)^(−2/3), for short runs.
         accelerator: the device to compute on: "auto", "cpu", "cuda" or "mps".
         devices: processes on this machine, one per device; 0 uses all devices of the accelerator
-            (one process on a CPU). torchrun and srun override it.
-        num_nodes: number of machines.
+            (one process on a CPU). torchrun and srun, also on several machines, override it.
         strategy: how several processes are started: "auto" and "ddp" repeat the command line;
             "ddp_spawn" and "ddp_fork" start them from within Python, the latter also in notebooks.
             Each keeps all weights (docs/clusters.md: sharding them would save little).
@@ -233,10 +223,8 @@ class EngineConfig:
     accumulate: checks.Count = setting(1, "how")
     precision: Precision = "auto"
     ema_decay: checks.ShareBelowOne | None = None
-    ema_warmup: bool = False
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = setting("auto", "how")
     devices: checks.Natural = setting(0, "how")
-    num_nodes: checks.Count = setting(1, "how")
     strategy: Literal["auto", "ddp", "ddp_spawn", "ddp_fork"] = setting("auto", "how")
     threads: checks.Natural = setting(0, "how")
     grad_checkpointing: bool = setting(False, "how")
@@ -246,10 +234,10 @@ class EngineConfig:
     max_bad_losses: checks.Natural = 0
     tensorboard: bool = setting(True, "how")
 
+    REMOVED = (("ema_warmup", False), ("num_nodes", 1))
+
     def __post_init__(self) -> None:
         check(self, "engine.")
-        if self.ema_warmup and self.ema_decay is None:
-            raise UserError("engine.ema_warmup is set but engine.ema_decay is not")
 
 
 def read_config(folder: Path | str) -> RunConfig:
@@ -299,7 +287,7 @@ class RunConfig:
             raise UserError(
                 f"input.mean has {len(self.input.mean)} values; give one per colour channel, 3"
             )
-        self.micro_batch(max(1, self.engine.devices) * self.engine.num_nodes)
+        self.micro_batch(max(1, self.engine.devices))
         peak = self.optim.peak_lr(self.engine.batch_size)
         for name in ("min_lr", "warmup_lr"):
             if getattr(self.schedule, name) > peak:

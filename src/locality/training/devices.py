@@ -53,7 +53,7 @@ def launched_externally() -> bool:
 
 
 def process_layout(engine: EngineConfig, device_type: str) -> tuple[int, int]:
-    """Processes per machine and number of machines; torchrun and srun override the settings.
+    """Processes per machine and number of machines; torchrun and srun override the setting.
 
     Raises:
         UserError: if there are fewer GPUs than `engine.devices`.
@@ -67,7 +67,7 @@ def process_layout(engine: EngineConfig, device_type: str) -> tuple[int, int]:
     count = torch.cuda.device_count() if device_type == "cuda" else 1
     if device_type == "cuda" and engine.devices > count:
         raise UserError(f"engine.devices is {engine.devices}, but there are {count} GPUs")
-    return engine.devices or count, engine.num_nodes
+    return engine.devices or count, 1
 
 
 def choose_precision(wanted: str, device_type: str, macs_per_image: float) -> str:

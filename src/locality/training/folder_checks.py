@@ -135,6 +135,4 @@ def describe_changes(changed: list[tuple[str, Any, Any]]) -> str:
 
 
 def same_path(old: Any, new: Any) -> bool:
-    """Whether two values are the same path; either may have timm's prefix "local-dir:"."""
-    first, second = (str(value).removeprefix("local-dir:") for value in (old, new))
-    return os.path.abspath(first) == os.path.abspath(second)
+    return os.path.abspath(str(old)) == os.path.abspath(str(new))

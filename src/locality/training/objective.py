@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import timm
 import torch
 import torch.nn.functional as F
 from timm.data import Mixup
 from torch import Tensor, nn
 
 from locality.checkpoints import open_model
-from locality.checkpoints.registry import SOURCES
+from locality.checkpoints.registry import detect_kind
 from locality.data.classes import class_difference, joinable, numbered
 from locality.data.config import AugmentConfig, InputConfig, Preprocessing, check_rgb
-from locality.errors import UserError, unknown
-from locality.models.variants import PREFIX
+from locality.errors import UserError, prefix_errors, wrap_errors
 from locality.training.config import ObjectiveConfig
 from locality.training.devices import accumulation_dtype
 
@@ -169,34 +166,20 @@ def _channels(values: tuple[float, ...]) -> Tensor:
     return torch.tensor(values, dtype=torch.float32).view(-1, 1, 1)
 
 
-def check_teacher(config: ObjectiveConfig) -> None:
+def check_teacher(teacher: str | None) -> None:
     """Check that the teacher exists, without loading it."""
-    if config.teacher is None:
-        return
-    if config.teacher_weights is not None and not Path(config.teacher_weights).is_file():
-        raise UserError(f"objective.teacher_weights: there is no file {config.teacher_weights}")
-    if timm.is_model(config.teacher.removeprefix(PREFIX).partition(".")[0]):
-        return
-    if config.teacher_weights is not None:
-        raise UserError(
-            f"objective.teacher_weights are for a timm model, and objective.teacher is "
-            f"{config.teacher}; give one of them"
-        )
-    if config.teacher in SOURCES or Path(config.teacher).exists():
-        return
-    # timm's prefixes for a Hub repository or a folder.
-    source, _, place = config.teacher.partition(":")
-    if source in ("hf-hub", "hf_hub") or (source == "local-dir" and Path(place).is_dir()):
-        return
-    if "/" in config.teacher:
-        raise UserError(f"objective.teacher: there is no run folder {config.teacher}")
-    raise unknown("teacher", config.teacher, timm.list_models())
+    if teacher is not None:
+        with (
+            wrap_errors("objective.teacher", FileNotFoundError),
+            prefix_errors("objective.teacher"),
+        ):
+            detect_kind(teacher)
 
 
 def load_teacher(
-    config: ObjectiveConfig, student: InputConfig, classes: Sequence[str]
+    teacher: str, student: InputConfig, classes: Sequence[str]
 ) -> tuple[Teacher, list[str]]:
-    """The configured teacher: the model of a run folder or of weights, or a timm model.
+    """The teacher of a run, by its path or name as for `open_model`.
 
     Classes are matched by name if the teacher has class names.
 
@@ -206,34 +189,22 @@ def load_teacher(
     Raises:
         UserError: if the teacher does not exist, is not for RGB, or lacks classes of the student.
     """
-    assert config.teacher is not None
-    model: nn.Module
-    names: tuple[str, ...] | None = None
-    place, variant, name = config.teacher, None, config.teacher.removeprefix(PREFIX)
-    if config.teacher_weights is not None:
-        place, variant = config.teacher_weights, PREFIX + name
-    if place in SOURCES or Path(place).exists():
-        opened = open_model(place, variant, config.teacher_entry)
-        opened.check_one_label()
-        model, own, names = opened.module(), opened.preprocessing, joinable(opened.classes)
-        model.shortcuts = True
-    else:
-        model = timm.create_model(name, pretrained=True)
-        wanted = timm.data.resolve_model_data_config(model)
-        own = Preprocessing(wanted["input_size"][-2:], wanted["mean"], wanted["std"])
-    check_rgb(f"teacher '{config.teacher}'", len(own.mean), "give one for 3 channels")
+    opened = open_model(teacher)
+    opened.check_one_label()
+    model, own, names = opened.module(), opened.preprocessing, joinable(opened.classes)
+    model.shortcuts = True
+    check_rgb(f"teacher '{teacher}'", len(own.mean), "give one for 3 channels")
     if names is not None:
         if set(classes) - set(names):
             raise UserError(
-                f"teacher '{config.teacher}' was not trained on all classes of the data: "
+                f"teacher '{teacher}' was not trained on all classes of the data: "
                 f"{class_difference({'it': names, 'the data': classes})}; give a teacher that was"
             )
         return Teacher(model, own, student, list(map(names.index, classes))), []
-    count = getattr(model, "num_classes", len(classes))
-    if count != len(classes):
+    if opened.num_classes != len(classes):
         raise UserError(
-            f"teacher '{config.teacher}' has {count} classes, but the data has {len(classes)}; "
-            f"distillation needs a teacher for the same classes"
+            f"teacher '{teacher}' has {opened.num_classes} classes, but the data has "
+            f"{len(classes)}; distillation needs a teacher for the same classes"
         )
     note = f"the teacher has no class names: outputs are matched by order, {numbered(classes)}"
     return Teacher(model, own, student), [note]

@@ -36,7 +36,7 @@ class Plan:
         epoch_images: images that count as one epoch.
         batch_size: images per update.
         unit: updates per unit (epoch or step) of the schedule.
-        warmup, cooldown: updates at the start and the end of the learning-rate schedule.
+        warmup: updates of the warm-up.
         patience: updates without a better evaluation after which to stop; None never stops.
     """
 
@@ -46,7 +46,6 @@ class Plan:
     batch_size: int
     unit: float
     warmup: int
-    cooldown: int
     patience: float | None
 
     @property
@@ -112,15 +111,13 @@ def make_plan(config: RunConfig, train_images: int) -> Plan:
             f"schedule.epochs is {schedule.length:g}, less than one step of {batch} images with "
             f"{train_images} training images; train longer or lower engine.batch_size"
         )
-    cooldown = round(schedule.cooldown * unit)
     return Plan(
         schedule=schedule,
         steps=steps,
         epoch_images=epoch_images,
         batch_size=batch,
         unit=unit,
-        warmup=min(round(schedule.warmup * unit), steps - cooldown),
-        cooldown=min(cooldown, steps - 1),
+        warmup=min(round(schedule.warmup * unit), steps),
         patience=None if schedule.patience is None else schedule.patience * unit,
     )
 
@@ -233,7 +230,7 @@ def create_schedule(optimizer: torch.optim.Optimizer, plan: Plan) -> Scheduler:
         return WarmupStableDecay(optimizer, plan)
     return CosineLRScheduler(
         optimizer,
-        t_initial=plan.steps - plan.cooldown,
+        t_initial=plan.steps,
         lr_min=plan.schedule.min_lr,
         warmup_t=plan.warmup,
         warmup_lr_init=plan.schedule.warmup_lr,

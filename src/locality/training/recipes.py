@@ -196,10 +196,10 @@ def deit_300_plus(model: str = "convit_small_plus") -> RunConfig:
     return _as(deit_300(model), "deit_300_plus", optim={"lr": 4e-4}, engine={"batch_size": 512})
 
 
-def distill_hard(model: str = "convit_small_plus", teacher: str = "regnety_160") -> RunConfig:
+def distill_hard(model: str = "convit_small_plus", teacher: str = "timm/regnety_160") -> RunConfig:
     """`deit_300_plus` with a teacher's predicted class as half of the target (ConViT app. B).
 
-    The teacher is a timm model or a run folder and sees images at its own normalisation and size.
+    The teacher (a run, a timm model, …) sees images at its own normalisation and size.
 
     Command: `locality train distill_hard --data.root IMAGENET`
     Cost: 1.5 times that of `deit_300_plus`, because of the teacher's forward passes.
@@ -483,7 +483,7 @@ def _rescaled_schedule(recipe: ScheduleConfig, changes: Mapping[str, Any]) -> di
     """The schedule settings that depend on the length, if that is changed.
 
     In another unit, all of them are scaled with the length, with at most 20 evaluations. In a
-    shorter run in the recipe's own unit, only warm-up and cool-down are scaled. A patience equal to
+    shorter run in the recipe's own unit, only the warm-up is scaled. A patience equal to
     the run's length, which keeps the best weights, stays equal. In minutes, lengths are fixed.
     """
     if changes.get("schedule.minutes") is not None:
@@ -492,19 +492,18 @@ def _rescaled_schedule(recipe: ScheduleConfig, changes: Mapping[str, Any]) -> di
     length = changes.get(f"schedule.{other}")
     if length is None:
         share = min(1, max(0, changes.get(f"schedule.{unit}") or recipe.length) / recipe.length)
-        ends = {f"schedule.{part}": share * getattr(recipe, part) for part in _ENDS}
+        changed = {"schedule.warmup": share * recipe.warmup}
         given = changes.get(f"schedule.{unit}")
         keeps_best = given is not None and recipe.patience == recipe.length
-        return ends | ({"schedule.patience": given} if keeps_best else {})
+        return changed | ({"schedule.patience": given} if keeps_best else {})
     scale = length / getattr(recipe, unit)
-    parts = (*_ENDS, "eval_every", "save_every", "snapshot_every", "patience")
+    parts = ("warmup", "eval_every", "save_every", "snapshot_every", "patience")
     own = {part: getattr(recipe, part) for part in parts}
     scaled = {f"schedule.{part}": scale * n for part, n in own.items() if n is not None}
     scaled["schedule.eval_every"] = max(scaled["schedule.eval_every"], length / 20)
     return {f"schedule.{unit}": None, **scaled}
 
 
-_ENDS = ("warmup", "cooldown")
 # The schedule of a run of minutes.
 _MINUTES = {
     "steps": None,
@@ -512,7 +511,6 @@ _MINUTES = {
     "constant_images": False,
     "patience": None,
     "warmup": 30,
-    "cooldown": 0,
     "eval_every": 50,
     "save_every": None,
     "snapshot_every": None,

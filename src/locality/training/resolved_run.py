@@ -44,7 +44,8 @@ class ResolvedRun:
         splits: the data.
         plan: its length and schedule in steps.
         device_type: "cpu", "cuda" or "mps".
-        world_size: number of processes.
+        processes: number of processes on this machine.
+        world_size: number of all processes.
         micro_batch: images per process and forward pass.
         precision: the resolved precision.
         parameters: number of parameters; `trainable` of them are trained.
@@ -62,7 +63,7 @@ class ResolvedRun:
     ) -> None:
         # Check the settings before a large dataset is read.
         check_optimizer(config.optim)
-        check_teacher(config.objective)
+        check_teacher(config.objective.teacher)
         model = meta_model(config)
         self.config = config
         self.splits = splits or open_data(config.data, config.seed, classes)
@@ -89,8 +90,8 @@ class ResolvedRun:
             model.reset_classifier(len(self.splits.classes))
         parameter_groups(model, config.optim)  # refuses a layer decay that the model cannot have
         self.device_type = devices.resolve_accelerator(config.engine.accelerator)
-        processes, nodes = devices.process_layout(config.engine, self.device_type)
-        self.world_size = processes * nodes
+        self.processes, nodes = devices.process_layout(config.engine, self.device_type)
+        self.world_size = self.processes * nodes
         self.micro_batch = config.micro_batch(self.world_size)
         self.macs = count_macs(model)
         wanted = config.engine.precision
@@ -176,8 +177,7 @@ class ResolvedRun:
         if self.macs * self.micro_batch <= available:
             return
         # The processes of one machine share its memory; GPUs have their own.
-        nodes = self.config.engine.num_nodes
-        sharing = self.world_size // nodes if self.device_type == "cpu" else 1
+        sharing = self.processes if self.device_type == "cpu" else 1
         # If the images alone are too many, torch may overflow 64 bits when it counts the rest.
         needed = sharing * 4 * 3 * math.prod(self.img_size) * self.micro_batch
         if needed <= available:

@@ -70,13 +70,13 @@ class Components:
         self.model = model.to(fabric.device)
         self.ema: ModelEmaV3 | None = None
         if engine.ema_decay is not None:
-            self.ema = ModelEmaV3(model, decay=engine.ema_decay, use_warmup=engine.ema_warmup)
+            self.ema = ModelEmaV3(model, decay=engine.ema_decay)
         self.optimizer = create_optimizer(model, config.optim, engine.batch_size)
         self.schedule = create_schedule(self.optimizer, run.plan)
         teacher = weights = None
         if config.objective.teacher is not None:
             with fabric.rank_zero_first(local=True):
-                teacher, notes = load_teacher(config.objective, config.input, classes)
+                teacher, notes = load_teacher(config.objective.teacher, config.input, classes)
             teacher = teacher.to(fabric.device)
             run.notes += notes
         if config.objective.class_weights:
