@@ -32,21 +32,20 @@ _MAX_CLASSES = 1_000_000
 class ArrowSource(ImageSource):
     """A Hugging Face dataset with an image and a class per row.
 
-    A row may name a file instead, which must be in the folder `inside` if that is given.
+    Images are undecoded, their "bytes" or "path". A path must be in the folder `inside` if that is
+    given.
     """
 
     def __init__(
         self,
-        rows: datasets.Dataset,
-        image_column: str,
+        images: datasets.Dataset,
         labels: npt.ArrayLike,
         name: str,
         decoding: Decoding,
         files: Sequence[tuple[str, str]],
         inside: Path | None,
     ) -> None:
-        # Arrow cells leave images undecoded and are the fastest access to single rows.
-        self.rows = rows.select_columns([image_column]).with_format("arrow")
+        self.images, (self._column,) = images, images.column_names
         self.labels = np.asarray(labels, dtype=np.int64)
         self.name = name
         self.decoding = decoding
@@ -57,7 +56,6 @@ class ArrowSource(ImageSource):
         return decode(self.read_bytes(index), self.decoding)
 
     def read_bytes(self, index: int) -> bytes:
-        """The encoded image of a row."""
         cell = self._cell(index)
         if cell.get("bytes") is not None:
             return cell["bytes"]
@@ -72,11 +70,7 @@ class ArrowSource(ImageSource):
         return self._files
 
     def _cell(self, index: int) -> dict[str, Any]:
-        """The "bytes" or "path" of a row's image."""
-        cell = self.rows[index].column(0)[0].as_py()
-        if isinstance(cell, (bytes, str)):
-            return {"bytes" if isinstance(cell, bytes) else "path": cell}
-        return cell or {}
+        return self.images[index][self._column] or {}
 
     def describe(self, index: int) -> str:
         path = self._cell(index).get("path")
@@ -117,9 +111,8 @@ def open_arrow(config: DataConfig) -> tuple[list[str], ImageSource, ImageSource 
         index = {name: number for number, name in enumerate(classes)}
         inside = None if config.allow_outside else folder
         labels = [index[name] for name in names]
-        source = ArrowSource(
-            rows, image, labels, f"{folder}/{part}", config.decoding, files, inside
-        )
+        images = rows.select_columns([image]).cast_column(image, hf.Image(decode=False))
+        source = ArrowSource(images, labels, f"{folder}/{part}", config.decoding, files, inside)
         source.numbered, files = numbers, []
         opened.append(source)
     return classes, opened[0], opened[1] if len(opened) > 1 else None

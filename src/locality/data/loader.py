@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from locality import checks
 from locality.data.batches import Batch, EvalBatches, LoadedBatch, OnBad, TrainBatches
 from locality.data.config import AugmentConfig, InputConfig
 from locality.data.sources import ImageSource
@@ -84,7 +83,11 @@ class BatchLoader:
         with _block_signals(), _ended_worker_named(self._loader._iterator):
             arriving: Iterator[LoadedBatch] = iter(self._loader)
         try:
-            while (loaded := self._next(arriving)) is not None:
+            while True:
+                with _ended_worker_named(arriving):
+                    loaded = next(arriving, None)
+                if loaded is None:
+                    return
                 if loaded.error is not None:
                     raise UserError(loaded.error)
                 self.skipped.update(loaded.skipped)
@@ -103,10 +106,6 @@ class BatchLoader:
         finally:
             # Workers end with their iterator, and an error's traceback would keep it alive.
             del arriving
-
-    def _next(self, arriving: Iterator[LoadedBatch]) -> LoadedBatch | None:
-        with _ended_worker_named(arriving):
-            return next(arriving, None)
 
     def close(self) -> None:
         """End persistent workers; the loader cannot be used afterwards."""
@@ -134,7 +133,8 @@ def train_loader(
         source: the images to train on.
         augment: their augmentation, except mixup and cutmix, which training applies.
         preprocessing: how they are resized and normalised.
-        batch_size: images per optimiser step over all processes and micro-batches.
+        batch_size: images per optimiser step over all processes and micro-batches, a multiple of
+            their number.
         seed: seed of the order and the augmentation.
         stop_step: the step after the last; start_step: the first.
         rank, world_size: this process and the number of processes.
@@ -144,20 +144,11 @@ def train_loader(
         loading: max_bad_images, workers, pin_memory; see `BatchLoader`.
 
     Raises:
-        UserError: there are no images, the batch cannot be divided evenly, or, while iterating,
-            an image cannot be decoded or too many were skipped.
+        UserError: there are no images, or, while iterating, an image cannot be decoded or too many
+            were skipped.
     """
     if not len(source):
         raise UserError("no images to train on; the dataset is empty or for evaluation only")
-    checks.integer("world_size", world_size, 1)
-    checks.integer("rank", rank, 0, world_size - 1)
-    if batch_size < 1 or batch_size % (world_size * accumulate):
-        raise UserError(
-            f"a batch of {batch_size} cannot be divided evenly over {world_size} processes "
-            f"× {accumulate} micro-batches; give a multiple of {world_size * accumulate}"
-        )
-    checks.integer("stop_step", stop_step, 0)
-    checks.integer("start_step", start_step, 0, stop_step)
     batches = TrainBatches(
         source, preprocessing, batch_size, rank, world_size, on_bad_image, augment, seed, accumulate
     )
@@ -185,9 +176,6 @@ def eval_loader(
     """
     if not len(source):
         raise UserError("no images to evaluate on")
-    checks.integer("world_size", world_size, 1)
-    checks.integer("rank", rank, 0, world_size - 1)
-    checks.integer("batch_size", batch_size, 1)
     batches = EvalBatches(source, preprocessing, batch_size, rank, world_size, on_bad_image)
     # Workers are started once for all the evaluations of a run.
     return BatchLoader(batches, range(len(batches)), persistent=True, **loading)

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +67,10 @@ class ImageSource(ABC):
         Raises:
             BadImage: the image cannot be decoded.
         """
+
+    def read_bytes(self, index: int) -> bytes:
+        """The encoded image; empty if there is none."""
+        return b""
 
     @abstractmethod
     def describe(self, index: int) -> str:
@@ -124,6 +128,9 @@ class Subset(ImageSource):
 
     def read(self, index: int) -> Image.Image:
         return self.source.read(int(self.indices[index]))
+
+    def read_bytes(self, index: int) -> bytes:
+        return self.source.read_bytes(int(self.indices[index]))
 
     def describe(self, index: int) -> str:
         return self.source.describe(int(self.indices[index]))
@@ -197,7 +204,6 @@ class FileSource(ImageSource):
         return os.fsdecode(self._paths[index])
 
     def read_bytes(self, index: int) -> bytes:
-        """The encoded image file."""
         return read_bytes(self.describe(index))
 
     def files(self, indices: npt.NDArray[np.int64]) -> Iterator[tuple[str, str]]:
@@ -213,30 +219,68 @@ class FileSource(ImageSource):
         return first_equal(_identities(paths, tuple(in_threads(_status, paths)), self.decoding))
 
 
+class Examined(NamedTuple):
+    """What is known of an image.
+
+    Attributes:
+        fault: why it cannot be decoded; "" if it can.
+        digest: the same for equal pixels; of 16-bit greys, for equal files.
+        width, height: in pixels.
+        mode: the file's colour mode.
+        bits: (used, available) bits of a 16-bit grey.
+    """
+
+    fault: str = ""
+    digest: int = 0
+    width: int = 0
+    height: int = 0
+    mode: str = ""
+    bits: tuple[int, int] | None = None
+
+
+def examine(source: ImageSource) -> Iterator[Examined]:
+    """Decode all images."""
+
+    def examined(index: int) -> Examined:
+        try:
+            image = source.read(index)
+            bits = image.info.get("bits")
+            # RGB has only the upper byte of 16-bit greys.
+            data = source.read_bytes(index) if bits else f"{image.size}".encode() + image.tobytes()
+        except BadImage as error:
+            return Examined(str(error))
+        return Examined("", _digest(data), *image.size, image.info.get("mode", image.mode), bits)
+
+    with warnings.catch_warnings():  # decoding suppresses them, which is not thread-safe
+        yield from in_threads(examined, range(len(source)))
+
+
+def _digest(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
+
+
 # Of the last dataset, which a command may open several times.
 @lru_cache(maxsize=1)
 def _identities(
     paths: tuple[str, ...], status: tuple[tuple[int, int], ...], decoding: Decoding
 ) -> npt.NDArray[np.uint64]:
     """A key for every file, the same for equal pixels; of many or large files, for equal bytes."""
+    source = FileSource("", paths, np.zeros(len(paths)), decoding)
     sizes = Counter(size for size, _ in status)
-    few = sum(size + _OPENING_BYTES for size, _ in status) <= COMPARED_BYTES
 
-    def key(path: str, size: int) -> int:
-        content = os.fsencode(path)  # an unreadable file equals no other
+    def key(index: int) -> int:
         with contextlib.suppress(BadImage):
-            if few:
-                image = decode(data := read_bytes(path), decoding)
-                # RGB has only the upper byte of 16-bit greys.
-                rgb = str(image.size).encode() + image.tobytes()
-                content = data if "bits" in image.info else rgb
-            elif sizes[size] > 1:
-                content = read_bytes(path)
-        return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
+            if sizes[status[index][0]] > 1:
+                return _digest(source.read_bytes(index))
+        return 0
 
-    with warnings.catch_warnings():  # decoding suppresses them, which is not thread-safe
-        files = zip(paths, (size for size, _ in status), strict=True)
-        return np.array([*in_threads(lambda file: key(*file), files)], dtype=np.uint64)
+    if sum(size + _OPENING_BYTES for size, _ in status) <= COMPARED_BYTES:
+        keys: Iterable[int] = (image.digest for image in examine(source))
+    else:
+        keys = in_threads(key, range(len(paths)))
+    # A file that cannot be read, or is alone in its size, equals no other.
+    keys = [key or _digest(os.fsencode(path)) for key, path in zip(keys, paths, strict=True)]
+    return np.array(keys, dtype=np.uint64)
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,11 @@ reported before the first step, not at the first evaluation.
 
 from __future__ import annotations
 
-import hashlib
-import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -20,51 +18,13 @@ from tqdm import tqdm
 from locality.data.classes import class_difference, imbalance
 from locality.data.config import DataConfig, InputConfig
 from locality.data.datasets import open_data
-from locality.data.decoding import BadImage
 from locality.data.folder import find_splits, left_out, list_folder
 from locality.data.preprocessing import MOST_CROPPED, cropped_share
-from locality.data.sources import ImageSource
+from locality.data.sources import Examined, ImageSource, examine
 from locality.errors import UserError, printable, some
-from locality.files import in_threads
 
 # One processor decodes this many images of ImageNet's size in half a minute.
 MAX_DECODED = 5_000
-
-
-class Examined(NamedTuple):
-    """What is known of an image.
-
-    Attributes:
-        fault: why it cannot be decoded; "" if it can.
-        digest: the same for equal pixels.
-        width, height: in pixels.
-        mode: the file's colour mode.
-        bits: (used, available) bits of a 16-bit grey.
-    """
-
-    fault: str = ""
-    digest: bytes = b""
-    width: int = 0
-    height: int = 0
-    mode: str = ""
-    bits: tuple[int, int] | None = None
-
-
-def examine(source: ImageSource) -> Iterator[Examined]:
-    """Decode all images."""
-
-    def examined(index: int) -> Examined:
-        try:
-            image = source.read(index)
-        except BadImage as error:
-            return Examined(str(error))
-        digest = hashlib.blake2b(f"{image.size}".encode() + image.tobytes(), digest_size=16)
-        mode = image.info.get("mode", image.mode)
-        return Examined("", digest.digest(), *image.size, mode, image.info.get("bits"))
-
-    # Decoding suppresses warnings, which is not thread-safe: restored here.
-    with warnings.catch_warnings():
-        yield from in_threads(examined, range(len(source)))
 
 
 @dataclass
@@ -187,28 +147,23 @@ def check(
             parts = {"all": parts["train"]}
     report.classes = len(next(iter(parts.values()))[0])
     good: list[Examined] = []
-    first: dict[str, dict[bytes, str]] = {part: {} for part in parts}
-    total = sum(len(source) for _, source in parts.values())
-    bar = tqdm(total=total, unit="image", disable=not progress, desc="checking")
+    first: dict[str, dict[int, str]] = {part: {} for part in parts}
     for part, (classes, source) in parts.items():
         report.images[part] = len(source)
         by_class = source.counts(classes)
         report.counts = report.counts or by_class
         report.empty_classes[part] = [name for name, count in by_class.items() if not count]
-        for index, image in enumerate(examine(source)):
-            bar.update()
+        bar = tqdm(examine(source), f"checking {part}", len(source), disable=not progress)
+        for index, image in enumerate(bar):
             path = source.describe(index)
             if image.fault:
                 report.bad_files[path] = image.fault
                 continue
             good.append(image)
-            if _black(image.bits):  # like all others that are
-                continue
             if (earlier := first[part].setdefault(image.digest, path)) != path:
                 report.repeats.append((earlier, path))
             if part == "val" and image.digest in first["train"]:
                 report.duplicates.append((first["train"][image.digest], path))
-    bar.close()
     report.modes = dict(Counter(image.mode for image in good).most_common())
     report.bits = _most_used(image.bits for image in good)
     report.cropped = _cropped(good)

@@ -7,14 +7,13 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from lightning_fabric.loggers import TensorBoardLogger
 from safetensors.torch import save
-from tqdm import tqdm
 
 from locality.checkpoints.run_state import CheckpointFolder
 from locality.errors import printable
@@ -81,7 +80,7 @@ class Recorder:
     ) -> None:
         self._folder, self._run, self._images = folder, run, run.images.fingerprint
         self._checkpoints = CheckpointFolder(folder.checkpoints, state.step or None)
-        self._progress = ProgressBar(run.plan.steps, state.step, quiet)
+        self._progress = Progress(run.plan.steps, state.step, quiet)
         self.log = self._progress.log
         # Time is known up to the last evaluation. Steps between it and the checkpoint are assumed
         # to take as long as the others.
@@ -127,11 +126,14 @@ class Recorder:
         self._timed_steps += 1
         self._step = state.step
         self._step_seconds.append(seconds)
-        if self._progress.wants_update(state.step):
-            images = max(1, state.num_images)
-            loss, top1 = state.loss_sum / images, 100 * state.num_correct / images
-            seconds = statistics.median(self._step_seconds[-_MEDIAN_STEPS:])
-            self._progress.update(state.step, loss, top1, self.images_per_second(), seconds)
+        if self._progress.is_due(state.step):
+            images, total = max(1, state.num_images), self._progress.total
+            left = statistics.median(self._step_seconds[-_MEDIAN_STEPS:]) * (total - state.step)
+            self._progress.log_step(
+                f"training loss {state.loss_sum / images:.3f}, top-1 "
+                f"{100 * state.num_correct / images:.1f}%, {self.images_per_second():.0f} images/s"
+                + ("" if total == UNDECIDED else f", {format_duration(left)} left")
+            )
 
     def images_per_second(self) -> float:
         """Training speed since the last evaluation."""
@@ -256,7 +258,7 @@ class Recorder:
         return result
 
     def close(self) -> None:
-        """Close the progress bar and TensorBoard's log, and wait for the last checkpoint.
+        """Close TensorBoard's log, and wait for the last checkpoint.
 
         Raises:
             CheckpointNotSaved: if the last checkpoint could not be written.
@@ -267,8 +269,8 @@ class Recorder:
         self.wait_until_saved()
 
 
-class ProgressBar:
-    """The progress of a run: a bar on a terminal, a line every few seconds elsewhere.
+class Progress:
+    """Lines on the progress of a run.
 
     Args:
         total: total steps; `UNDECIDED` in a run of minutes until its decay begins.
@@ -280,83 +282,42 @@ class ProgressBar:
     """
 
     def __init__(self, total: int, step: int, quiet: bool) -> None:
-        self.quiet = quiet
-        self.total = total
-        self.activity = "training"
+        self.quiet, self.total, self.activity = quiet, total, "training"
         self._first = self._step = step
         self._printed = time.monotonic()
-        self._bar: Any = None
-        if not quiet and sys.stderr.isatty():
-            self._bar = tqdm(initial=step, unit="step", dynamic_ncols=True)
-            if (self._bar.ncols or 1) < 1:  # tqdm draws nothing without knowing the width
-                self._bar = None
         self._news = contextlib.ExitStack()
         if not quiet:
             self._news.enter_context(repeating(self._tell))
 
     def _tell(self) -> None:
         """Print what is being done, if nothing was printed lately."""
-        if self._bar is not None:
-            with self._ignoring_closed_terminal():
-                self._bar.refresh()
-        elif time.monotonic() - self._printed > SECONDS / 2:
-            self.log(f"step {self._counted(self._step)}: {self.activity} …")
+        if time.monotonic() - self._printed > SECONDS / 2:
+            self.log_step(f"{self.activity} …")
 
     def log(self, text: str) -> None:
         """Print a line."""
         if self.quiet:
             return
         self._printed = time.monotonic()
-        text = printable(text, keep="\n")
-        with self._ignoring_closed_terminal():
-            if self._bar is not None:
-                self._bar.write(text, file=sys.stderr)
-            else:
-                print(text, file=sys.stderr, flush=True)
-
-    @contextlib.contextmanager
-    def _ignoring_closed_terminal(self) -> Iterator[None]:
-        # A run whose terminal was closed continues until it has saved.
         try:
-            yield
-        except OSError:
-            self.quiet, self._bar = True, None
+            print(printable(text, keep="\n"), file=sys.stderr, flush=True)
+        except OSError:  # the terminal was closed: the run continues
+            self.quiet = True
 
-    def wants_update(self, step: int) -> bool:
-        """Whether to call `update` after `step` steps."""
+    def log_step(self, text: str) -> None:
+        """Print a line that begins with the step."""
+        of = "" if self.total == UNDECIDED else f"/{self.total}"
+        self.log(f"step {self._step}{of}: {text}")
+
+    def is_due(self, step: int) -> bool:
+        """Whether to print a line after `step` steps."""
         self._step = step
-        if self.quiet:
-            return False
-        if step == (self._first + _MEDIAN_STEPS if self._bar is None else self.total):
-            return True
-        wait = SECONDS if self._bar is None else 0.1
-        return time.monotonic() - self._printed > wait
-
-    def update(
-        self, step: int, loss: float, top1: float, images_per_second: float, seconds: float
-    ) -> None:
-        """Show the progress; a step takes `seconds`."""
-        self._printed = time.monotonic()
-        figures = f"training loss {loss:.3f}, top-1 {top1:.1f}%, {images_per_second:.0f} images/s"
-        if self._bar is not None:
-            with self._ignoring_closed_terminal():
-                self._bar.total = None if self.total == UNDECIDED else self.total
-                self._bar.set_postfix_str(figures, refresh=False)
-                self._bar.update(step - self._bar.n)
-        else:
-            left = f", {format_duration(seconds * (self.total - step))} left"
-            left = "" if self.total == UNDECIDED else left
-            self.log(f"step {self._counted(step)}: {figures}{left}")
-
-    def _counted(self, step: int) -> str:
-        return f"{step}" if self.total == UNDECIDED else f"{step}/{self.total}"
+        late = time.monotonic() - self._printed > SECONDS
+        return not self.quiet and (late or step == self._first + _MEDIAN_STEPS)
 
     def close(self) -> None:
-        """Close the bar, and print no more news."""
+        """Print no more news."""
         self._news.close()
-        if self._bar is not None:
-            with self._ignoring_closed_terminal():
-                self._bar.close()
 
 
 def peak_memory_mb() -> int:
