@@ -124,7 +124,7 @@ def shortened(words: list[str]) -> list[str]:
         for length in {"--minutes", "--steps"} & set(words):  # `--schedule.steps` sets the length
             del words[(at := words.index(length)) : at + 2]
         return [*words, *SHORT_WORDS]
-    if words[0] == "search" and not {"--dry_run", "--resume"} & set(words):
+    if words[0] == "search" and "--dry_run" not in words:
         return [*words, *SHORT_WORDS, "--evaluations=4"]
     if words[0] == "compare":
         if "--minutes" in words:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from locality import checks
-from locality.commands.parsing import Parser, first_word, peek
+from locality.commands.parsing import Parser, first_word
 from locality.commands.train import add_run_settings
 from locality.errors import UserError, lookup, unknown
 from locality.files import read_yaml
@@ -64,22 +64,18 @@ def search(arguments: Sequence[str]) -> None:
     a candidate within the limits. The name selects all settings; training
     settings are those of `locality train`. After an interruption, the same command resumes.
     """
-    from locality_papers.search.config import SEARCHES, check_model, named, read_search
+    from locality_papers.search.config import SEARCHES, check_model, named
 
-    resumed, name = peek(arguments, "--resume"), first_word(arguments) or "digits"
-    config = read_search(resumed) if resumed else named(name)
+    name = first_word(arguments) or "digits"
+    config = named(name)
     parser = Parser("search", search.__doc__)
     parser.add_argument("name", nargs="?", help=", ".join(SEARCHES))
     parser.add("--output", None, "folder; runs/search/… by default")
-    parser.add("--resume", None, "folder of a search to resume; takes no settings")
     parser.add("--dry_run", False, "check everything, print the cost and exit")
     parser.add("--quiet", False, "print nothing")
     parser.add_settings(config, skip={"run"})
     add_run_settings(parser, config.run, arguments)
     options = parser.read(arguments)
-    if resumed and parser.settings:
-        names = ", ".join(parser.settings)
-        raise UserError(f"--resume uses the search's own settings; omit {names}")
     check_model(parser.settings.get("model.name", config.run.model.name))
     own = vars(config).keys()
     changes = {name if name in own else f"run.{name}": x for name, x in parser.settings.items()}
@@ -89,8 +85,7 @@ def search(arguments: Sequence[str]) -> None:
     if options.dry_run:
         print(dry_run(config))
         return
-    default = f"runs/search/{name}-s{config.run.seed}"
-    folder = resumed or options.output or default
+    folder = options.output or f"runs/search/{name}-s{config.run.seed}"
     found = Search(config, folder, options.quiet).run()
     best = ", ".join(f"{top1:.2f}% by {way}" for way, top1 in found["best"].items())
     print(f"{found['candidate']}, held-out top-1 {best}; settings in {folder}/chosen.yaml")

@@ -361,7 +361,7 @@ GROUPS: dict[tuple[str, str], dict[str, Damage]] = {
         "1e8": write("settings.yaml", "model: {depth: 100000000}"),
     },
     (TRAIN, "img_size"): {"1e9": write("settings.yaml", "model: {img_size: 1000000000}")},
-    ("search --resume found", "search.yaml"): {"merge keys": write("found/search.yaml", MERGED)},
+    ("search --output found", "search.yaml"): {"merge keys": write("found/search.yaml", MERGED)},
     # a run that is resumed
     (RESUME, "last.ckpt"): {
         "a foreign pickle": checkpoint(pickle.dumps(Calls(os.system, "touch ran"))),

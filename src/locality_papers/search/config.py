@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from locality import checks, settings
+from locality import checks
 from locality.errors import UserError, lookup
-from locality.files import read_text, read_yaml
+from locality.files import read_yaml
 from locality.models import variant
 from locality.settings import check, replace
 from locality.training import RunConfig, recipe
-
-SEARCH_FILE = "search.yaml"
 
 
 @dataclass(frozen=True)
@@ -73,11 +71,3 @@ def named(name: str) -> SearchConfig:
     row = lookup("search", name, SEARCHES)
     run = replace(recipe(row["recipe"], {"model.name": row["model"]}), row["settings"])
     return SearchConfig(run, **row["search"])
-
-
-def read_search(folder: Path | str) -> SearchConfig:
-    """The configuration of the search in a folder."""
-    file = Path(folder) / SEARCH_FILE
-    if not file.exists():
-        raise UserError(f"{folder} is not a search folder: it has no {SEARCH_FILE}")
-    return settings.from_yaml(SearchConfig, read_text(file), str(file))

@@ -22,9 +22,9 @@ from tqdm import tqdm
 from locality.checkpoints.api import load
 from locality.data import BatchLoader, ImageSource, eval_loader, open_data
 from locality.errors import UserError
-from locality.files import csv_text, read_json, write_atomic
+from locality.files import csv_text, read_json, read_text, write_atomic
 from locality.runs import RunFolder
-from locality.settings import differences, replace, to_yaml
+from locality.settings import differences, from_yaml, replace, to_yaml
 from locality.training.cost import image_counts
 from locality.training.devices import create_fabric
 from locality.training.engine import launch
@@ -32,7 +32,7 @@ from locality.training.evaluation import evaluate
 from locality.training.model import meta_model
 from locality.training.optim import make_plan
 from locality_papers.search import supernet
-from locality_papers.search.config import SEARCH_FILE, SearchConfig, read_search
+from locality_papers.search.config import SearchConfig
 from locality_papers.search.space import OPTIONS, Candidate, Cost, Scores, SearchSpace, evolve
 
 _RESULT = "result.json"
@@ -94,12 +94,13 @@ class Search:
 
     def _prepare_folder(self) -> None:
         """Check the folder and write the configuration."""
-        file = self.path / SEARCH_FILE
+        file = self.path / "search.yaml"
         if file.exists():
-            if changed := [name for name, *_ in differences(read_search(self.path), self.config)]:
+            before = from_yaml(SearchConfig, read_text(file), str(file))
+            if changed := [name for name, *_ in differences(before, self.config)]:
                 raise UserError(
                     f"{self.path} holds a search with other settings ({', '.join(changed)}); use "
-                    f"the same settings, --resume {self.path}, or another folder"
+                    f"the same settings or another folder"
                 )
         elif any(self.path.glob("*")):
             raise UserError(f"{self.path} is not a search folder; choose a new or empty folder")

@@ -105,23 +105,6 @@ class SearchSpace:
         strides, ratios = zip(*(OPTIONS[option] for option in candidate), strict=True)
         return {"kv_stride": list(strides), "mlp_ratio": list(ratios)}
 
-    def candidate(self, config: CvTConfig) -> Candidate:
-        """The candidate of a configuration.
-
-        Raises:
-            UserError: it is not in the space.
-        """
-        choices = [
-            choice
-            for stage in config.stages
-            for choice in zip(stage.kv_stride, stage.mlp_ratio, strict=True)
-        ]
-        if len(choices) == self.blocks and set(choices) <= set(OPTIONS):
-            candidate = tuple(OPTIONS.index(choice) for choice in choices)
-            if config.with_overrides(**self.settings(candidate)) == self.config(candidate):
-                return candidate
-        raise UserError("this configuration is not in the search space")
-
     def costs(self, candidates: Sequence[Candidate] | Counts) -> Counts:
         """Parameters and MACs of candidates: (n, blocks) → (n, 2)."""
         return self._fixed + self._added[np.arange(self.blocks), candidates].sum(axis=1)

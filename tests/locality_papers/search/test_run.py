@@ -15,7 +15,7 @@ from locality.runs import RunFolder
 from locality.settings import replace
 from locality.training.config import read_config
 from locality.training.loop import Loop
-from locality_papers.search.config import named, read_search
+from locality_papers.search.config import named
 from locality_papers.search.run import Search, space_of
 from locality_papers.search.space import cost
 
@@ -83,7 +83,6 @@ def test_a_finished_search_is_returned_and_another_one_refused(found):
     assert searched(folder) == result
     with pytest.raises(UserError, match="evaluations"):
         searched(folder, evaluations=7)
-    assert read_search(folder) == tiny()
 
 
 class Stop(Exception):
@@ -119,7 +118,6 @@ def test_bad_input_is_one_sentence(tmp_path, capsys):
     for words, said in (
         (["digits", "--macs", "1e5"], "macs"),
         (["digits", "--model.name", "convit_nano"], "convit_nano"),
-        (["--resume", str(tmp_path)], str(tmp_path)),
     ):
         assert main(["search", *words, "--output", str(tmp_path / "run")]) == 2
         error = capsys.readouterr().err
