@@ -20,7 +20,7 @@ from torch import Tensor
 from locality.checkpoints.native import meta_state_dict
 from locality.checkpoints.state_dict import State, check_keys
 from locality.errors import UserError
-from locality.models.config import CvTConfig, ViTConfig, token_grid
+from locality.models.config import CvTConfig, ViTConfig
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class _ViT(KeyMap):
         return tensor.flip(1) if name.endswith(".v_pos") else tensor
 
     def supported(self, config: ViTConfig) -> dict[str, bool]:
-        rows, columns = token_grid(config.img_size, config.patch_size)
+        ((rows, columns),) = config.native_grids
         gated, pool = config.gpsa_layers, config.global_pool
         return {
             "positional_attention=gpsa": not gated or config.positional_attention == "gpsa",

@@ -50,7 +50,7 @@ from locality.checkpoints.state_dict import State, read_state, unwrap
 from locality.data.config import Preprocessing
 from locality.errors import UserError, prefix_errors, some, wrap_errors
 from locality.files import parse_json, read_json
-from locality.models.config import TimmConfig, ViTConfig, signature_diff, token_grid
+from locality.models.config import TimmConfig, ViTConfig, signature_diff
 from locality.models.variants import VARIANTS, identify, named
 from locality.runs import RunFolder
 from locality.settings import from_dict
@@ -291,7 +291,7 @@ def fit_interface(
         # Keep the image size of `like` if it has as many patches; else assume square images.
         patches = state["pos_embed"].shape[1] - like.embed_class_token
         side = math.isqrt(patches)
-        if math.prod(token_grid(like.img_size, like.patch_size)) != patches:
+        if math.prod(like.native_grids[0]) != patches:
             if side**2 != patches and "img_size" not in settings:
                 raise UserError(
                     f"the position embedding has {patches} patches, not a square number; set "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from locality import checks
 from locality.errors import UserError
 
 Grid = tuple[int, int]
@@ -14,26 +13,14 @@ ProjectionName = Literal["conv", "linear", "avg"]
 AttentionScale = Literal["width", "head"]
 
 
-def convolved_size(size: int, kernel: int, stride: int, padding: int) -> int:
-    """The output length of a convolution on a length of `size` (Eq. 1)."""
-    return (size + 2 * padding - kernel) // stride + 1
-
-
 def projected_grid(
     grid: Grid, projection: ProjectionName, kernel: int, stride: int, pad: int
 ) -> Grid:
-    """The grid of the projections of tokens on `grid`."""
+    """The grid of the projections of tokens on `grid`, after a convolution (Eq. 1)."""
     if projection == "linear":
         return grid
-    height, width = (convolved_size(size, kernel, stride, pad) for size in grid)
+    height, width = ((size + 2 * pad - kernel) // stride + 1 for size in grid)
     return height, width
-
-
-def check_kernel(kernel: int) -> None:
-    """Check that the kernel size of a projection is odd."""
-    checks.integer("projection_kernel", kernel, 1, 1023)
-    if kernel % 2 == 0:
-        raise UserError(f"projection_kernel must be odd and above 0, not {kernel}")
 
 
 def hidden_width(dim: int, mlp_ratio: float) -> int:

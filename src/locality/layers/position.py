@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from locality.layers.grid import Grid
 
@@ -193,16 +193,3 @@ def attention_centres(offsets: Tensor, strength: float) -> Tensor:
     """
     ones = torch.ones(len(offsets), 1, dtype=offsets.dtype, device=offsets.device)
     return -strength * torch.cat((ones, -2 * offsets), dim=1)
-
-
-@torch.no_grad()
-def init_random_convolution_(v_pos: Tensor, value_weight: Tensor, strength: float) -> None:
-    """Eq. 5, in place: W_val = I, and the k² offsets of a k×k kernel, k = ⌊√h⌋, to the first heads.
-
-    Offsets are row-major. Heads beyond k² keep α times their truncated-normal init, as in the
-    authors' code.
-    """
-    offsets = kernel_offsets(kernel_size(len(v_pos)))
-    v_pos *= strength
-    v_pos[: len(offsets)] = attention_centres(offsets, strength)
-    nn.init.eye_(value_weight)

@@ -19,7 +19,6 @@ from locality.layers.grid import (
     Grid,
     ProjectionName,
     check_heads,
-    check_kernel,
     hidden_width,
     projected_grid,
 )
@@ -112,10 +111,10 @@ class Architecture:
         Raises:
             UserError: for an unknown field (suggesting the nearest) or an invalid value.
         """
-        fields = {name: value for name, value in fields.items() if value is not None}
-        known = [field.name for field in dataclasses.fields(self)]
-        check_known(f"setting of {self.name or self.title}", fields, known, UnknownSetting)
-        return dataclasses.replace(self, **fields) if fields else self
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        given = {name: value for name, value in fields.items() if value is not None}
+        check_known(f"setting of {self.name or self.title}", given, own, UnknownSetting)
+        return self if own == own | given else dataclasses.replace(self, **given)
 
 
 def signature_diff(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
@@ -224,7 +223,14 @@ class ViTConfig(Architecture):
         Raises:
             UserError: if a side is not a multiple of the patch size.
         """
-        return [token_grid(size, self.patch_size)]
+        height, width = size
+        patch = self.patch_size
+        if min(size) < patch or height % patch or width % patch:
+            raise UserError(
+                f"an image of {height}×{width} pixels cannot be cut into patches of {patch}×{patch}"
+                f"; both sides must be multiples of {patch}"
+            )
+        return [(height // patch, width // patch)]
 
     def embeddings(self) -> dict[str, Grid]:
         """The patch grid of `pos_embed`."""
@@ -238,21 +244,6 @@ class ViTConfig(Architecture):
         if not self.gpsa_layers:
             del fields["positional_attention"]
         return fields
-
-
-def token_grid(img_size: int | Sequence[int], patch_size: int) -> Grid:
-    """The patch grid of an image of `img_size` pixels, a number or (height, width).
-
-    Raises:
-        UserError: if a side is not a multiple of the patch size.
-    """
-    height, width = to_2tuple(img_size)
-    if min(height, width) < patch_size or height % patch_size or width % patch_size:
-        raise UserError(
-            f"an image of {height}×{width} pixels cannot be cut into patches of {patch_size}×"
-            f"{patch_size}; both sides must be multiples of {patch_size}"
-        )
-    return height // patch_size, width // patch_size
 
 
 class StageConfig(NamedTuple):
@@ -361,7 +352,9 @@ class CvTConfig(Architecture):
             check_heads(stage.embed_dim, stage.num_heads)
             # With more padding, some tokens would see only padding.
             checks.integer("embed_padding", stage.embed_padding, 0, stage.embed_kernel - 1)
-            check_kernel(stage.projection_kernel)
+            checks.integer("projection_kernel", stage.projection_kernel, 1, 1023)
+            if stage.projection_kernel % 2 == 0:
+                raise UserError(f"projection_kernel must be odd, not {stage.projection_kernel}")
             checks.integer("kv_padding", stage.kv_padding, 0, stage.projection_kernel // 2)
         _ = self.native_grids  # refuses an image size
 

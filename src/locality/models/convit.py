@@ -1,13 +1,22 @@
 """ConViT and DeiT: attention (Eq. 1–7), and the model (Table 1).
 
 A ConViT is a vision transformer whose first blocks have positional attention, after which the class
-token joins (ConViT §3, Fig. 4). Without positional blocks it is a DeiT.
+token joins (ConViT §3, Fig. 4). Without positional blocks it is a DeiT. A `Block` around an
+attention layer A is x + A(LayerNorm(x)), then x + MLP(LayerNorm(x)).
 
 Shapes:  B batch · N = H·W patches, rows first · C embed_dim · h heads · d = C/h head width
          (H, W) token grid
 
-The forward pass never forms an N×N matrix; `attention_maps` returns it, for inspection. Training
-and `fuse()` compute the same in fewer operations (`layers/fast.py`).
+    SA    softmax(QKᵀ/√d) V                                        Eq. 1–3
+    PSA   softmax(QKᵀ/√d + v_pos·r) V                                Eq. 4
+    GPSA  (1 − σ(λ)) softmax(QKᵀ/√d) V + σ(λ) softmax(v_pos·r) V    Eq. 7
+
+r_δ = (‖δ‖², δ₁, δ₂) encodes the offset δ from a query to a key. Each head learns λ and v_pos, which
+starts as −α (1, −2Δ₁, −2Δ₂), a Gaussian around the offset Δ (Eq. 5; α is `locality_strength`).
+
+`layers/position.py` computes softmax(v_pos·r) V without an N×N matrix; `attention_maps` returns the
+matrices, for inspection. Training and `fuse()` compute the same in fewer operations
+(`layers/fast.py`).
 """
 
 from __future__ import annotations
@@ -112,8 +121,13 @@ class PositionalSelfAttention(SelfAttention):
         self.v_pos = nn.Parameter(torch.empty(num_heads, 3))
         nn.init.trunc_normal_(self.v_pos, std=0.02)
         if conv_init:
+            # Eq. 5: the offsets of a k×k kernel, k = ⌊√h⌋, row-major, to the first heads. Those
+            # beyond k² keep α times their init, as in the authors' code.
+            offsets = position.kernel_offsets(position.kernel_size(num_heads))
+            centres = position.attention_centres(offsets, locality_strength)
+            self.v_pos.data.mul_(locality_strength)[: len(centres)] = centres
             content, values = self.qkv.weight.detach().split((2 * dim, dim))
-            position.init_random_convolution_(self.v_pos, values, locality_strength)
+            nn.init.eye_(values)  # W_val = I
             if not self.keeps_content:
                 nn.init.zeros_(content)
 

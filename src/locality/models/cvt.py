@@ -4,6 +4,16 @@ Shapes:  B batch · h heads · d = C/h head width
          stage s: tokens (B, p + N_s, C_s) on a grid (H_s, W_s), N_s = H_s·W_s
          p = 1 in the last stage, which adds the class token, else 0
 
+    Table 2            stage 1          stage 2          stage 3
+    embedding          7×7, stride 4    3×3, stride 2    3×3, stride 2
+    projection         3×3 depth-wise, stride 1 for queries and 2 for keys and values; MLP ratio 4
+    CvT-13  C, h, blocks    64, 1, 1      192,  3, 2       384,  6, 10
+    CvT-21                  64, 1, 1      192,  3, 4       384,  6, 16
+    CvT-W24                192, 3, 2      768, 12, 2      1024, 16, 20
+
+A `Block` is x + attention(LayerNorm(x)), then x + MLP(LayerNorm(x)). The classifier reads the class
+token after the last stage and a LayerNorm.
+
 Tokens (B, N, C) have the memory layout of a channels-last image (B, C, H, W). The convolutions here
 work on that view, without a transpose.
 """

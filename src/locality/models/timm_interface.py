@@ -71,7 +71,7 @@ class TimmInterface(nn.Module):
         if global_pool is not None:
             # Other pooling keeps the class token.
             changed |= {"global_pool": global_pool, "class_token": self.config.has_class_token}
-        self.config = dataclasses.replace(self.config, **changed)
+        self.config = self.config.with_overrides(**changed)
         self.num_classes = num_classes
         head = make_head(self.num_features, num_classes).to(next(self.parameters()))
         self.head = head.train(self.training)
