@@ -98,6 +98,18 @@ def test_mixed_targets_are_smoothed_probabilities(batch):
     torch.testing.assert_close(objective.loss(logits, targets, mixed), expected)
 
 
+def test_of_an_odd_batch_the_first_image_stays_as_it_is(batch):
+    images, labels, _ = batch
+    objective = Objective(ObjectiveConfig(label_smoothing=0.1), AugmentConfig(mixup=0.8), CLASSES)
+    seed_generators(3)
+    pairs, pair_targets = objective.mix(images[1:5].clone(), labels[1:5])
+    seed_generators(3)
+    mixed, targets = objective.mix(images[:5].clone(), labels[:5])
+    assert torch.equal(mixed[0], images[0]) and torch.equal(mixed[1:], pairs)
+    assert torch.equal(targets[1:], pair_targets)
+    torch.testing.assert_close(targets[0], 0.9 * F.one_hot(labels[0], CLASSES) + 0.1 / CLASSES)
+
+
 def test_mixing_is_decided_by_the_seed(batch):
     images, labels, _ = batch
     objective = Objective(ObjectiveConfig(), AugmentConfig(mixup=0.8, cutmix=1.0), CLASSES)

@@ -66,17 +66,6 @@ def test_a_table_is_cut_back_to_a_step_and_to_whole_lines(tmp_path):
     assert table.path.read_bytes() == whole
 
 
-def test_an_odd_batch_is_only_refused_if_its_images_are_mixed(tmp_path):
-    odd = {"engine__batch_size": 15, "schedule__steps": 2}
-    assert train(tiny(**odd, augment__mixup=0, augment__cutmix=0), tmp_path / "run")["steps"] == 2
-    with pytest.raises(UserError, match="mixup"):
-        train(tiny(**odd, augment__mixup=0.8), tmp_path / "mixed")
-    thirds = {"engine__batch_size": 12, "engine__accumulate": 4}  # three images at a time
-    with pytest.raises(UserError, match="pairs"):
-        train(tiny(**thirds, augment__mixup=0.8), tmp_path / "mixed")
-    assert not (tmp_path / "mixed").exists()
-
-
 def test_a_closed_terminal_does_not_stop_a_run(monkeypatch):
     class Closed:
         def write(self, text: str) -> int:

@@ -28,7 +28,7 @@ _PIXEL_BYTES, _OBJECT_BYTES = 4, 1024
 # Resized whole, an image of 1 × 20,000 pixels would take gigabytes.
 _MAX_ASPECT = 16
 _MAX_SHOWN = 448
-MOST_CROPPED = 0.2
+MOST_CROPPED = 0.1
 """Images that lose a larger share of their pixels in the mean are squashed by default."""
 
 Size = tuple[int, int]

@@ -28,7 +28,7 @@ from locality.training.resolved_run import ResolvedRun
 from locality.training.state import Components, TrainState
 
 # The share of a run's minutes of training after which its decay begins. What follows the last step,
-# baselines and summary, takes about as long as the start, but is given no more than this share.
+# baselines and summary, takes half as long as the start, but is given no more than this share.
 _DECAY, _ENDING = 2 / 3, 0.08
 # Between checkpoints of a run of minutes, whose evaluations become rare.
 _SAVE_SECONDS = 60.0
@@ -180,7 +180,7 @@ class Loop:
         # A forward pass takes a third of a step.
         evaluation = per_step * len(self.splits.val) / self.plan.batch_size / 3
         seconds = 60 * self.config.schedule.length
-        ending = evaluation + min(self._begun - self.started, _ENDING * seconds)
+        ending = evaluation + min((self._begun - self.started) / 2, _ENDING * seconds)
         end, begun = self.started - self._spent + seconds - ending, self._begun - self._spent
         if now - begun < _DECAY * (end - begun):
             return None, saves

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from timm.data import Mixup
+from timm.data.mixup import Mixup, mixup_target
 from torch import Tensor, nn
 
 from locality.checkpoints import open_model
@@ -55,10 +55,19 @@ class Objective:
     def mix(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Mixup or cutmix, if enabled, drawn from numpy's generator.
 
+        Images are mixed in pairs; the first of an odd number stays as it is.
+
         Returns:
             images, and targets: the labels (B,), or probabilities (B, classes) after mixing.
         """
-        return (images, labels) if self._mixup is None else self._mixup(images, labels)
+        if self._mixup is None:
+            return images, labels
+        odd, smoothing = len(images) % 2, self.config.label_smoothing
+        mixed, targets = self._mixup(images[odd:], labels[odd:])
+        if odd:
+            alone = mixup_target(labels[:1], self.num_classes, smoothing=smoothing)
+            mixed, targets = torch.cat((images[:1], mixed)), torch.cat((alone, targets))
+        return mixed, targets
 
     def loss(self, outputs: Tensor, targets: Tensor, images: Tensor) -> Tensor:
         """The mean loss of a batch, a float32 scalar; the caller's autocast applies to the teacher.

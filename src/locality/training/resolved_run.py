@@ -118,20 +118,12 @@ class ResolvedRun:
         return initialize_model(self.config, self.splits.classes)
 
     def check_start(self) -> None:
-        """Check memory, the batch and, for a new run, initial weights.
+        """Check memory and, for a new run, initial weights.
 
         Raises:
-            UserError: if memory is too small, a batch to be mixed is odd, or the weights do not fit
-                the model.
+            UserError: if memory is too small, or the weights do not fit the model.
         """
         self.check_memory()
-        augment = self.config.augment
-        if self.micro_batch % 2 and (augment.mixup or augment.cutmix) and augment.mixup_prob:
-            raise UserError(
-                f"mixup and cutmix mix pairs, so each process needs an even number of images per "
-                f"pass, not {self.micro_batch}; change engine.batch_size or engine.accumulate, or "
-                f"set augment.mixup and augment.cutmix to 0"
-            )
         if self.config.weights is not None and not self._resumes:
             _ = self.starting_model
 
