@@ -34,7 +34,6 @@ def reproduce(arguments: Sequence[str]) -> None:
     parser.add("--seeds", None, "runs per cell; the scale's by default", checks.Count)
     parser.add("--jobs", 2, "number of parallel runs")
     parser.add("--threads", None, "CPU threads per run", checks.Count)
-    parser.add("--executor", "local", "local or submitit")
     parser.add("--data", None, "dataset folders: '{imagenet: PATH}'", dict[str, str] | None)
     parser.add("--recorded", None, "file of finished runs to read and update: X.jsonl.gz")
     parser.add("--quiet", False, "print no progress")
@@ -47,7 +46,7 @@ def reproduce(arguments: Sequence[str]) -> None:
     if options.dry_run:
         parser.refuse("recorded", "has no effect with --dry_run")
     if options.finished:
-        parser.refuse("dry_run jobs threads executor", "has no effect with --finished")
+        parser.refuse("dry_run jobs threads", "has no effect with --finished")
     if options.name is None:
         raise UserError("no experiment given; `locality reproduce --list` lists all names")
     known = [*titles(), *{name.partition("/")[0] for name in titles()}, "all"]

@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from locality import checks
 from locality.errors import UserError, unknown
 from locality.figures.curves import draw, filled
 from locality.figures.style import figure_bytes
 from locality.files import check_output, write_atomic
-from locality.runner.executors import Executor, run_all
+from locality.runner.executors import run_all
 from locality.runner.runs import Outcome, Run, with_needs, workload
 from locality_papers import (  # noqa: F401 (they register)
     baselines,
@@ -54,7 +55,7 @@ def reproduce(
     *,
     dry_run: bool = False,
     finished: bool = False,
-    executor: str | Executor = "local",
+    executor: Any = None,
     jobs: int = 2,
     threads: int | None = None,
     runs: Path | str = RUNS,
@@ -75,7 +76,7 @@ def reproduce(
             `.png`.
         dry_run: only print runs, images, multiply-accumulates and hours.
         finished: start no runs; cells of unfinished runs are empty.
-        executor: "local", "submitit", or an `Executor`.
+        executor: as in `run_all`.
         jobs: number of parallel runs.
         threads: CPU threads per run; the machine's divided by `jobs` by default.
         runs: folder for the run folders, shared by all experiments: `runs/reproduce/SCALE/…`.

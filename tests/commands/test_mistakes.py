@@ -110,10 +110,10 @@ WAYS = {
     "export runs/photos out.onnx": "entry",
     "data check photos": "",
     "reproduce all": "list",
-    "reproduce all --finished": "list dry_run jobs threads executor",
+    "reproduce all --finished": "list dry_run jobs threads",
     "reproduce all --dry_run": "list finished recorded",
     "reproduce --list": (
-        "scale runs dry_run finished output seeds jobs threads executor data recorded quiet"
+        "scale runs dry_run finished output seeds jobs threads data recorded quiet"
     ),
     "demo": "",
     "recipes": "",
@@ -125,7 +125,7 @@ VALUES = {
     "predictions": "out.csv", "images": "photos/cat", "count": "3", "layers": "[1]", "heads": "1",
     "hosts": "me.example", "title": "mine",
     "place": "[0.5,0.5]", "workers": "1", "family": "cvt", "scale": "digits", "runs": "made",
-    "seeds": "1", "fraction": "0.5", "jobs": "1", "threads": "1", "executor": "local", "data": "{}",
+    "seeds": "1", "fraction": "0.5", "jobs": "1", "threads": "1", "data": "{}",
     "dataset": "folder", "grey_bits": "12",
     "alpha": "9", "gating": "1",
     "steps": "4", "epochs": "1", "lr": "0.001", "batch": "16",

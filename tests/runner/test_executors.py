@@ -5,8 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,8 +13,7 @@ import torch
 from locality import settings
 from locality.errors import UserError
 from locality.runner.executors import (
-    Executor,
-    SubmititExecutor,
+    LocalExecutor,
     execute,
     log_file,
     run_all,
@@ -114,37 +112,36 @@ def test_evaluations_take_time_too(tmp_path, tiny_config):
     assert run_cost(often).seconds / run_cost(once).seconds == pytest.approx(expected)
 
 
-def test_unknown_executors_and_no_jobs_are_refused():
-    with pytest.raises(UserError, match="submitit"):
-        run_all([], executor="submitt")
+def test_no_jobs_are_refused():
     with pytest.raises(UserError, match="jobs is 0"):
         run_all([], 0)
 
 
-def test_a_window_of_jobs_goes_on_and_closing_stops_them(tmp_path, tiny_run):
-    class Job(NamedTuple):
-        name: str
+def test_a_window_of_jobs_goes_on_and_closing_stops_them(tmp_path, tiny_run, monkeypatch):
+    class Worker:
+        stopped: ClassVar = []
+
+        def __init__(self, *_):
+            self.close = lambda: None
+
+        def start(self, run):
+            self.name = run.name
+            return self
 
         def done(self):
             return self.name == "convit_nano 0"
 
-    class First(Executor):
-        """Only the first job ends."""
+        def error(self):
+            return f"{self.name} broke"
 
-        def submit(self, runs):
-            return [Job(run.name) for run in runs]
+        def stop(self):
+            self.stopped.append(self.name)
 
-        def error(self, job):
-            return f"{job.name} broke"
-
-        def cancel(self, jobs):
-            self.cancelled = [job.name for job in jobs]
-
-    executor = First(2)
-    outcomes = executor.map([tiny_run(tmp_path, seed=seed) for seed in range(4)])
+    monkeypatch.setattr("locality.runner.executors._Worker", Worker)
+    outcomes = LocalExecutor(2).map([tiny_run(tmp_path, seed=seed) for seed in range(4)])
     assert next(outcomes).error == "convit_nano 0 broke"
     outcomes.close()
-    assert executor.cancelled == ["convit_nano 1"]
+    assert Worker.stopped == ["convit_nano 1"]
 
 
 def fingerprint(run):
@@ -183,31 +180,6 @@ def test_workers_give_the_same_numbers_bit_for_bit_and_one_that_dies_is_replaced
     assert errors[2:] == ["", ""]
     for one, other in zip(alone, together, strict=True):
         assert_same(fingerprint(one), fingerprint(other))
-
-
-@pytest.mark.slow
-def test_submitit_gives_the_same_numbers_bit_for_bit(tmp_path, tiny_config, failing, here):
-    one = pair_of_runs(tmp_path / "alone", tiny_config)[0]
-    other = pair_of_runs(tmp_path / "together", tiny_config)[0]
-    run_all([one], executor=here, quiet=True)
-    outcomes = run_all([failing, other], 2, "submitit", threads=1, quiet=True)
-    assert outcomes[0].error is not None
-    assert "10 classes" in outcomes[0].error
-    assert outcomes[1].error is None
-    assert_same(fingerprint(one), fingerprint(other))
-
-
-def test_a_job_of_a_cluster_starts_from_the_folder_it_was_given_in(
-    tmp_path, tiny_config, monkeypatch
-):
-    monkeypatch.setattr("submitit.AutoExecutor.which", lambda _: "debug")  # in this process, later
-    monkeypatch.chdir(tmp_path)
-    executor = SubmititExecutor(1, torch.get_num_threads(), tmp_path / "logs")
-    run = Run("", tiny_config(), Path("run"))
-    (job,) = executor.submit([run])
-    monkeypatch.chdir("/")
-    assert executor.error(job) is None
-    assert (tmp_path / "run" / "result.json").exists()
 
 
 KILLED = """

@@ -83,7 +83,6 @@ def compare(arguments: Sequence[str]) -> int:
     parser.add("--output", None, "folder for runs and page; runs/compare/… by default")
     parser.add("--jobs", 2, "number of parallel runs")
     parser.add("--threads", None, "CPU threads per run", checks.Count)
-    parser.add("--executor", "local", "local or submitit")
     parser.add("--dry_run", False, "print runs and time without starting")
     parser.add("--quiet", False, "print no progress")
     options = parser.read(arguments)
@@ -124,7 +123,7 @@ def compare(arguments: Sequence[str]) -> int:
         # The runs' processes start as slowly as this one, and so does the page.
         spent = time.perf_counter() - started + 2 * starting
         runs = shortened(runs, spent, options.jobs)
-    outcomes = run_all(runs, options.jobs, options.executor, options.threads, options.quiet)
+    outcomes = run_all(runs, options.jobs, None, options.threads, options.quiet)
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     for outcome in failed:
         say(f"{outcome.run.name} failed: {outcome.error}")

@@ -1,4 +1,4 @@
-"""Executors of runs: local processes, or Slurm through submitit.
+"""Execute runs in parallel.
 
 An executor executes each run once and reports errors. Results are read from the run folders.
 """
@@ -16,17 +16,15 @@ import sys
 import threading
 import time
 import traceback
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from locality import checks
-from locality.errors import Interrupted, ProcessKilled, UserError, lookup, one_line, require
+from locality.errors import Interrupted, ProcessKilled, UserError, one_line
 from locality.progress import format_duration
 from locality.runner.runs import Outcome, Run, threads_per_run, with_needs
 from locality.training import RunConfig, replace
@@ -87,8 +85,8 @@ def visible_gpus() -> list[str]:
     return [str(number) for number in range(torch.cuda.device_count())]
 
 
-class Executor(ABC):
-    """Executes independent runs in parallel.
+class LocalExecutor:
+    """Executes independent runs in processes on this machine, with one GPU each if available.
 
     Args:
         jobs: number of parallel runs.
@@ -96,22 +94,11 @@ class Executor(ABC):
             threads affects the rounding of sums.
     """
 
-    def __init__(self, jobs: int, threads: int | None = None) -> None:
+    def __init__(self, jobs: int = 2, threads: int | None = None) -> None:
         checks.integer("jobs", jobs, 1)
-        self.max_jobs = jobs
-        self.threads = threads or threads_per_run(jobs)
-
-    @abstractmethod
-    def submit(self, runs: Sequence[Run]) -> Sequence[Any]:
-        """Start runs and return their jobs, objects with `done()`."""
-
-    @abstractmethod
-    def error(self, job: Any) -> str | None:
-        """The error of a job, or None; waits for the job to end."""
-
-    @abstractmethod
-    def cancel(self, jobs: Sequence[Any]) -> None:
-        """Stop the remaining jobs; nothing is submitted afterwards."""
+        threads = threads or threads_per_run(jobs)
+        gpus: list[str | None] = [*visible_gpus()] or [None]
+        self._idle = [_Worker(threads, gpus[n % len(gpus)]) for n in reversed(range(jobs))]
 
     def map(self, runs: Sequence[Run]) -> Iterator[Outcome]:
         """Execute all runs and yield each outcome as the run ends, in any order.
@@ -119,45 +106,26 @@ class Executor(ABC):
         Closing the iterator stops the remaining runs, which save and can be resumed.
         """
         waiting = list(runs)
-        running: list[tuple[Run, Any]] = []
+        running: list[tuple[Run, _Worker]] = []
         try:
             while waiting or running:
-                free = self.max_jobs - len(running)
-                batch, waiting = waiting[:free], waiting[free:]
-                if batch:
-                    running += zip(batch, self.submit(batch), strict=True)
+                while waiting and self._idle:
+                    run = waiting.pop(0)
+                    running.append((run, self._idle.pop().start(run)))
                 ended = [pair for pair in running if pair[1].done()]
-                for run, job in ended:
-                    running.remove((run, job))
-                    yield Outcome(run, self.error(job))
+                for run, worker in ended:
+                    running.remove((run, worker))
+                    self._idle.append(worker)
+                    yield Outcome(run, worker.error())
                 if not ended:
                     time.sleep(_POLL_SECONDS)
         finally:
-            self.cancel([job for _, job in running])
-
-
-class LocalExecutor(Executor):
-    """Processes on this machine, with one GPU each if available."""
-
-    def __init__(self, jobs: int = 2, threads: int | None = None) -> None:
-        super().__init__(jobs, threads)
-        gpus: list[str | None] = [*visible_gpus()] or [None]
-        self._idle = [_Worker(self.threads, gpus[n % len(gpus)]) for n in reversed(range(jobs))]
-
-    def submit(self, runs: Sequence[Run]) -> Sequence[_Worker]:
-        return [self._idle.pop().start(run) for run in runs]
-
-    def error(self, job: _Worker) -> str | None:
-        self._idle.append(job)
-        return job.error()
-
-    def cancel(self, jobs: Sequence[_Worker]) -> None:
-        for worker in jobs:
-            worker.stop()
-        for worker in jobs:
-            self.error(worker)  # waits until the run has saved
-        for worker in self._idle:
-            worker.close()
+            for _, worker in running:
+                worker.stop()
+            for _, worker in running:
+                worker.error()  # waits until the run has saved
+            for worker in (*self._idle, *(worker for _, worker in running)):
+                worker.close()
 
 
 class _Worker:
@@ -231,61 +199,10 @@ def _exit_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-class SubmititExecutor(Executor):
-    """Slurm jobs through submitit, or local processes without Slurm.
-
-    Args:
-        jobs: number of parallel jobs; on a cluster, the limit of the job array.
-        threads: CPU cores per job.
-        logs: folder for submitit's files, on a shared disk.
-        parameters: other submitit parameters, such as `slurm_partition`, `gpus_per_node`,
-            `timeout_min`.
-    """
-
-    def __init__(
-        self, jobs: int, threads: int | None, logs: Path, parameters: Mapping[str, Any] = {}
-    ) -> None:
-        super().__init__(jobs, threads)
-        require("executor 'submitit'", "locality[slurm]", "submitit")
-        import submitit
-
-        self._executor = submitit.AutoExecutor(folder=logs)
-        if self._executor.cluster == "slurm":
-            self.max_jobs = 10**9  # Slurm queues jobs; submitit's local executor does not
-        defaults: dict[str, Any] = {
-            "name": "locality",
-            "cpus_per_task": self.threads,
-            "timeout_min": 60 * 72,
-            "slurm_array_parallelism": jobs,
-        }
-        self._executor.update_parameters(**defaults | {**parameters})
-
-    def submit(self, runs: Sequence[Run]) -> Sequence[Any]:
-        return self._executor.map_array(partial(_execute_in, os.getcwd(), self.threads), runs)
-
-    def error(self, job: Any) -> str | None:
-        problem = job.exception()
-        if problem is None:
-            return job.results()[0]  # of the first task
-        lines = str(problem).strip().splitlines()
-        return f"job {job.job_id} failed: {lines[-1] if lines else type(problem).__name__}"
-
-    def cancel(self, jobs: Sequence[Any]) -> None:
-        for job in jobs:
-            job.cancel(check=False)
-
-
-def _execute_in(folder: str, threads: int, run: Run) -> str | None:
-    """`execute` on another machine, with `place` as its working directory."""
-    os.chdir(folder)
-    torch.set_num_threads(threads)
-    return execute(run)
-
-
 def run_all(
     runs: Iterable[Run],
     jobs: int = 2,
-    executor: str | Executor = "local",
+    executor: Any = None,
     threads: int | None = None,
     quiet: bool = False,
     ended: Callable[[Outcome], None] = lambda outcome: None,
@@ -297,7 +214,8 @@ def run_all(
     Args:
         runs: the runs, in any order; folders may repeat.
         jobs: number of parallel runs.
-        executor: "local", "submitit", or an `Executor`.
+        executor: an object whose `map` takes runs and yields their outcomes; by default
+            processes on this machine.
         threads: CPU threads per run; the machine's divided by `jobs` by default.
         quiet: print no progress.
         ended: called with the outcome of each executed run as it ends.
@@ -309,11 +227,7 @@ def run_all(
     everything = with_needs(runs)
     outcomes = {run.folder: Outcome(run) for run in everything if run.is_finished()}
     waiting = [run for run in everything if run.folder not in outcomes]
-    if isinstance(executor, str):
-        logs = runs[0].folder.parent / "submitit" if runs else Path("submitit")
-        slurm = partial(SubmititExecutor, logs=logs)
-        made: dict[str, Any] = {"local": LocalExecutor, "submitit": slurm}
-        executor = cast(Executor, lookup("executor", executor, made)(jobs, threads))
+    executor = executor or LocalExecutor(jobs, threads)
     count, total, started = 0, len(waiting), time.monotonic()
     while waiting:
         later = {run.folder for run in waiting}
@@ -327,7 +241,7 @@ def run_all(
             count += 1
             if not quiet:
                 # In rounds of parallel runs.
-                done, more = (math.ceil(n / executor.max_jobs) for n in (count, total - count))
+                done, more = (math.ceil(n / jobs) for n in (count, total - count))
                 left = (time.monotonic() - started) / done * more
                 then = f"; about {format_duration(left)} left" if count < total else ""
                 line = f"[{count}/{total}] {_outcome_line(outcome)}{then}"
