@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+import torch
 
 from locality.analysis.pictures import Pictures, capture_pictures, validation_sample
 from locality.figures import maps
 from locality.figures.curves import gate_panels, nonlocality_panels
 from locality.layers.position import kernel_size
 from locality.models import build
+from locality.models.variants import named
 from locality.training.model import initial_model, load_run
 from locality_papers import diagrams
 from locality_papers.convit_tables import add_taught
 from locality_papers.experiment import Experiment, Results, at, experiment, minus
-from locality_papers.measures import TRAJECTORY, Trajectory, of_layer, trajectory
-from locality_papers.runs import FAMILIES, Scale
+from locality_papers.measures import (
+    TRAJECTORY,
+    Trajectory,
+    ask_fewer,
+    count,
+    of_layer,
+    trajectory,
+)
+from locality_papers.runs import FAMILIES, PAPERS_MODELS, Scale
 from locality_papers.table import Key
 
 GATES_FALL = 0.731
@@ -72,6 +83,9 @@ def figure_5(t: Experiment, s: Scale) -> None:
          lambda of: fmean(of.late_growth[:gated])),
         *((f"Does ConViT's gated layer {n + 1} leave locality?", "ConViT-S",
            f"growth {n}", of_layer("growth", n)) for n in range(gated)),
+        ("Do ConViT's first and last gated layers leave locality more than those between?",
+         "ConViT-S", "growth at the ends",
+         lambda of: (of.growth[0] + of.growth[gated - 1]) / 2 - fmean(of.growth[1 : gated - 1])),
     ):  # fmt: skip
         t.ask(where, text, at(number(role, name, of)), unit="tokens")
     ends = [
@@ -104,6 +118,8 @@ def figure_6(t: Experiment, s: Scale) -> None:
         ("Do gates of the deeper half fall?", "fall",
          lambda of: fmean(of.gates[-half:, 0] - of.gates[-half:, -1]),
          {"paper": GATES_FALL, "task": task}),
+        ("Do gates of the first half fall too?", "fall of the first half",
+         lambda of: fmean(of.gates[:half, 0] - of.gates[:half, -1]), {"task": task}),
         ("Does the deeper half end with less positional attention than the first?", "halves",
          lambda of: fmean(of.gates[:half, -1]) - fmean(of.gates[-half:, -1]), {}),
         ("Do gates of the first half keep positional attention (above 0.1)?", "first half",
@@ -152,10 +168,13 @@ def figure_14(t: Experiment, s: Scale) -> None:
     """As Fig. 6."""
     t.about = "Gate σ(λ) of each head."
     end = trajectory("end", lambda of: fmean(of.gates[:, -1]))
+    fall = trajectory("fall", lambda of: fmean(of.gates[:, 0] - of.gates[:, -1]))
     for size in ("Ti", "B"):
         role = f"ConViT-{size}"
         t.run(role, "trajectory", TRAJECTORY, role, seeds=s.few_seeds)
         t.run(role, "end", end, role, seeds=s.few_seeds)
+        key = t.run(role, "fall", fall, role, seeds=s.few_seeds)
+        t.ask("app. D, Fig. 14", f"Do {role}'s gates fall?", at(key), unit="of attention")
     t.panels = [_gates(("ConViT-Ti", "trajectory"), ("ConViT-B", "trajectory"))]
     # Of ten gated layers all but the first 4 in Ti and 6 in B end near 0 (app. D).
     t.ask(
@@ -176,7 +195,14 @@ _OTHER_IMAGES = range(1, 4)
 @experiment("convit/figure-4", "Architecture of the ConViT")
 def figure_4(t: Experiment, s: Scale) -> None:
     """Drawn from the paper's models; independent of the scale."""
-    t.about = "Layers, tokens and widths, read from the models."
+    t.about = "Layers, tokens and widths, read from the models. Counted at 224 pixels."
+    for row in ("ConViT-S+", "DeiT-B"):
+        count(t, row, partial(tuple, (named(PAPERS_MODELS[row]), 1000)))
+    for column, percent in (("parameters", 44.0), ("flops", 41.0)):
+        ask_fewer(t, "§3, p. 6, Table 1", "ConViT-S+", "DeiT-B", column, percent)
+    t.fixed("ConViT-S", "position", _positional_share)
+    text = "Are parameters of positional attention negligible (below 1% of those of content)?"
+    t.ask("§3, p. 4", text, lambda v: 1 - v["ConViT-S", "position"], unit="%")
 
     def draw() -> Any:
         deit, convit = build("deit_small"), build("convit_small")
@@ -185,6 +211,13 @@ def figure_4(t: Experiment, s: Scale) -> None:
         return diagrams.draw_columns(columns | {"GPSA layer (Eq. 6–7)": layer})
 
     t.draw = draw
+
+
+def _positional_share() -> float:
+    """Parameters of positional attention in per cent of those of queries and keys."""
+    with torch.device("meta"):
+        layer: Any = build("convit_small").blocks[0].attn  # type: ignore[index, union-attr]
+    return 100 * (layer.v_pos.numel() + layer.gating.numel()) / (layer.qkv.weight.numel() * 2 / 3)
 
 
 def corner_heads(num_heads: int) -> list[int]:
@@ -245,6 +278,17 @@ def _maps_figure(t: Experiment, s: Scale, size: str, images: Sequence[int]) -> N
 def figure_7(t: Experiment, s: Scale) -> None:
     """On one image."""
     _maps_figure(t, s, "Ti", [0])
+    diversity = trajectory("diversity", lambda of: float(of.heads[1][:, -1].std(ddof=1)))
+    convit, deit = (
+        t.run(f"{family}-Ti", "diversity", diversity, f"{family}-Ti", seeds=s.few_seeds)
+        for family in FAMILIES
+    )
+    t.ask(
+        "§4, p. 8, Fig. 7",
+        "Do heads of ConViT's layer 2 differ more in their nonlocality than DeiT's?",
+        minus(convit, deit),
+        unit="tokens",
+    )
 
 
 @experiment("convit/figure-16", "More attention maps of DeiT-Ti and ConViT-Ti")

@@ -170,6 +170,13 @@ def figure_8(t: Experiment, s: Scale) -> None:
     t.ask(where, "Does accuracy grow with the number of GPSA layers?", effect)
     t.ask(
         where,
+        "Do GPSA layers help early in training?",
+        lambda v: v[early[most]] / v[early[0.0]] - 1,
+        unit="times",
+        paper=1.87 - 1,
+    )
+    t.ask(
+        where,
         "Do GPSA layers help more early in training than at the end?",
         lambda v: v[early[most]] / v[early[0.0]] - v[ends[most]] / v[ends[0.0]],
         unit="times",

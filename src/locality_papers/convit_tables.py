@@ -66,6 +66,10 @@ def table_2(t: Experiment, s: Scale) -> None:
         effect = minus((part, "ConViT-S/top1"), (part, "DeiT-S/top1"))
         t.ask(where, f"With {part} of the images, is ConViT above DeiT?", effect)
     fewest, most = percent(FRACTIONS[0]), percent(FRACTIONS[-1])
+    effect = minus((fewest, "ConViT-S/top5"), (fewest, "DeiT-S/top5"))
+    task = "" if s.comparable else "with ten classes top-5 is nearly 100%"
+    text = f"With {fewest} of the images, is ConViT's top-5 above DeiT's?"
+    t.ask(where, text, effect, task=task)
     if {FRACTIONS[0], FRACTIONS[-1]} <= set(s.fractions):
         t.ask(
             where,
@@ -234,6 +238,8 @@ def table_6(t: Experiment, s: Scale) -> None:
     for part in masks:
         text = f"Does masking {part} in the first gated layers cost accuracy?"
         t.ask(where, text, minus((first, "none"), (first, part)), task=task)
+    text = "In the first gated layers, does masking position cost no more than masking content?"
+    t.ask(where, text, minus((first, "position"), (first, "content")), task=task)
     effect = minus((every, "position"), (every, "content"))
     t.ask(where, "Does masking content cost more than masking position?", effect, task=task)
     text = "Does masking content in all gated layers leave less than in the first?"

@@ -12,11 +12,11 @@ from torch import nn
 from locality.models import build
 from locality.models.cvt import Projection
 from locality.models.variants import named
+from locality.training.cost import forward_macs, parameters
 from locality_papers import diagrams, published
-from locality_papers.experiment import A_POINT, STANDARD, Column, Effect, Experiment, experiment
-from locality_papers.measures import TOP1, count, count_role
+from locality_papers.experiment import A_POINT, STANDARD, Column, Experiment, experiment
+from locality_papers.measures import TOP1, ask_fewer, count, count_role
 from locality_papers.runs import PAPERS_MODELS, Scale, variation
-from locality_papers.table import Key
 
 
 @experiment("cvt/table-1", "Components of the architectures")
@@ -62,20 +62,31 @@ def table_2(t: Experiment, s: Scale) -> None:
     for row in (*published.rows("cvt/table-2"), "DeiT-S", "DeiT-B"):
         config = named(PAPERS_MODELS[row])
         count(t, row, partial(tuple, (config, 1000)))
-    claims = {
-        ("CvT-13", "DeiT-S", "parameters"): 9.0,
-        ("CvT-13", "DeiT-S", "flops"): 2.0,
-        ("CvT-21", "DeiT-B", "parameters"): 63.0,
-        ("CvT-21", "DeiT-B", "flops"): 60.0,
-    }
-    for (small, large, column), percent in claims.items():
-        what = "have fewer parameters" if column == "parameters" else "need fewer MACs"
-        text = f"Does {small} {what} than {large}?"
-        t.ask("§4.2", text, _saved((small, column), (large, column)), unit="%", paper=percent)
+    for row, name in _OTHERS.items():
+        t.fixed(row, "parameters", partial(_millions, named(name)))
+    for small, large, column, percent in (
+        ("CvT-13", "DeiT-S", "parameters", 9.0),
+        ("CvT-13", "DeiT-S", "flops", 2.0),
+        ("CvT-21", "DeiT-B", "parameters", 63.0),
+        ("CvT-21", "DeiT-B", "flops", 60.0),
+        ("CvT-13", "ResNet-152", "parameters", 67.0),
+        ("CvT-W24", "ViT-L/16", "parameters", 10.0),
+        ("CvT-W24", "BiT-M", "parameters", 70.0),
+    ):
+        where = "§4.3" if large == "BiT-M" else "§4.2"
+        ask_fewer(t, where, small, large, column, percent)
 
 
-def _saved(small: Key, large: Key) -> Effect:
-    return lambda v: 100 * (1 - v[small] / v[large])
+_OTHERS = {
+    "ResNet-152": "timm/resnet152",
+    "ViT-L/16": "timm/vit_large_patch16_384",
+    "BiT-M": "timm/resnetv2_152x4_bit",
+}
+"""Larger models that CvT is compared with."""
+
+
+def _millions(config: Any) -> float:
+    return parameters(config, 1000) / 1e6
 
 
 @experiment("cvt/figure-2", "The pipeline of CvT")
@@ -93,6 +104,10 @@ def figure_2(t: Experiment, s: Scale) -> None:
     t.draw = draw
 
 
+def _adds_less(more: str, less: str, column: str, v: Any) -> Any:
+    return 1 - 100 * (v[more, column] / v[less, column] - 1)
+
+
 def _last_attention(model: Any) -> tuple[Any, Any]:
     """The first attention layer of the last stage, and its grid."""
     return model.stages[-1].blocks[0].attn, model.config.grids(model.img_size)[-1]
@@ -103,10 +118,18 @@ def figure_3(t: Experiment, s: Scale) -> None:
     """Drawn from CvT-13; independent of the scale."""
     t.about = "Queries, keys and values of a layer of stage 3."
     projections: dict[str, dict[str, Any]] = {
-        "(a) linear": {"projection": ["linear", "linear", "linear"]},
-        "(b) convolutional": {"kv_stride": 1},
+        (linear := "(a) linear"): {"projection": ["linear", "linear", "linear"]},
+        (convolutional := "(b) convolutional"): {"kv_stride": 1},
         "(c) squeezed": {},
     }
+    for column, what, counted in (
+        ("parameters", "parameters", parameters), ("flops", "MACs", forward_macs)
+    ):  # fmt: skip
+        for row in (linear, convolutional):
+            config = named("cvt_13", **projections[row])
+            t.fixed(row, column, partial(counted, config, 1000))
+        text = f"Does convolutional projection add a negligible part of {what} (below 1%)?"
+        t.ask("§3.2.2", text, partial(_adds_less, convolutional, linear, column), unit="%")
 
     def draw() -> Any:
         models = {title: build("cvt_13", **fields) for title, fields in projections.items()}
@@ -201,8 +224,12 @@ def table_7(t: Experiment, s: Scale) -> None:
     _ablate(t, s, models, "parameters", "flops")
     a, b = models
     _ask(t, "Does squeezing keys and values cost less than a point (b, a)?", b, a, A_POINT)
-    text = "Does squeezing keys and values save MACs?"
-    t.ask("§4.4, Table 7", text, _saved((b, "flops"), (a, "flops")), unit="%")
+    t.ask(
+        "§4.4, Table 7",
+        "Does squeezing keys and values save MACs?",
+        lambda v: 100 * (1 - v[b, "flops"] / v[a, "flops"]),
+        unit="%",
+    )
 
 
 @experiment("cvt/table-8", "Convolutional or linear projection, stage by stage")

@@ -103,6 +103,7 @@ class Trajectory:
         early_drop: nonlocality before the first step − early in training, (layers,).
         late_growth: nonlocality at the end − early in training, (layers,).
         gates: σ(λ), mean over heads, (gated layers, snapshots).
+        heads: nonlocality of each head, a layer (heads, snapshots) at a time.
     """
 
     def __init__(self, found: Mapping[str, Any]) -> None:
@@ -115,6 +116,7 @@ class Trajectory:
             self.nonlocality[:, -1] - early,
         )
         self.gates = np.array([[fmean(heads) for heads in layer] for layer in gates])
+        self.heads = [np.array(each["nonlocality_per_head"]).T for each in found["layers"]]
 
 
 def trajectory(name: str, number: Callable[[Trajectory], float]) -> Measure:
@@ -159,6 +161,20 @@ def count(t: Experiment, row: str, model: Callable[[], Any]) -> None:
     """Add a model's parameters in millions and multiply-accumulates in billions."""
     t.fixed(row, "parameters", lambda: parameters(*model()) / 1e6)
     t.fixed(row, "flops", lambda: forward_macs(*model()) / 1e9)
+
+
+def ask_fewer(
+    t: Experiment, where: str, small: str, large: str, column: str, paper: float | None = None
+) -> None:
+    """Does the first model have fewer parameters, or need fewer MACs, than the second?"""
+    what = {"parameters": "have fewer parameters", "flops": "need fewer MACs"}[column]
+    t.ask(
+        where,
+        f"Does {small} {what} than {large}?",
+        lambda v: 100 * (1 - v[small, column] / v[large, column]),
+        unit="%",
+        paper=paper,
+    )
 
 
 def count_role(t: Experiment, s: Scale, row: str, role: str, **choices: Any) -> None:
