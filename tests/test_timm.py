@@ -11,12 +11,11 @@ import timm
 import torch
 from safetensors.torch import save_file
 from timm.data import resolve_data_config
-from timm.models import get_notrace_functions, get_notrace_modules, load_checkpoint, save_for_hf
+from timm.models import load_checkpoint, save_for_hf
 from timm.models.vision_transformer import VisionTransformer
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import CheckpointSaver
-from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
 TIMMS_OWN = set(timm.list_models())
 
@@ -157,24 +156,6 @@ def test_pruned_models_give_the_same_maps_and_train_whole(model):
         torch.testing.assert_close(pruned.eval()(x), pruned.forward_features(x))
         again = build(pruned.config)  # the configuration has the remaining blocks
         assert set(again.state_dict()) - {"norm.weight", "norm.bias"} == set(pruned.state_dict())
-
-
-def test_torch_fx_traces_the_model(model):
-    leaves = {"leaf_modules": get_notrace_modules(), "autowrap_functions": get_notrace_functions()}
-    train_nodes, eval_nodes = get_graph_node_names(model, tracer_kwargs=leaves)
-    traced = create_feature_extractor(
-        model,
-        train_return_nodes=[train_nodes[-1]],
-        eval_return_nodes=[eval_nodes[-1]],
-        tracer_kwargs=leaves | {"param_shapes_constant": True},
-    )
-    for batch in (2, 3):  # the graph takes any batch size
-        x = images(model, batch)
-        (logits,) = traced.eval()(x).values()
-        torch.testing.assert_close(logits, model.eval()(x))
-    (logits,) = traced.train()(images(model)).values()
-    logits.mean().backward()
-    assert all(parameter.grad is not None for parameter in traced.parameters())
 
 
 def test_features_only_gives_maps_at_the_strides_it_states(model):

@@ -25,8 +25,7 @@ from locality.checkpoints.native import FORMAT_VERSION, WRAPPER, Checkpoint
 from locality.checkpoints.registry import FORMAT
 from locality.data.config import Preprocessing
 from locality.errors import UserError, prefix_errors, require
-from locality.layers import fast
-from locality.layers.block import Block
+from locality.layers.block import Block, switched
 from locality.models.base import ImageClassifier
 from locality.models.factory import build
 from locality.models.variants import named
@@ -222,7 +221,7 @@ def _hidden_states(model: ImageClassifier) -> Iterator[list[Tensor]]:
     for block in blocks:
         hooks.append(block.register_forward_hook(lambda _, args, output: states.append(output)))
     try:
-        with fast.switched(model, shortcuts=False):
+        with switched(model, shortcuts=False):
             yield states
     finally:
         for hook in hooks:

@@ -1,11 +1,10 @@
-"""Models by name, and the name and settings of a configuration."""
-
-from __future__ import annotations
+"""Models by name, the settings of a configuration, and refusals."""
 
 import dataclasses
 
 import pytest
 
+from locality.models import build
 from locality.models.config import CvTConfig, TimmConfig
 from locality.models.variants import VARIANTS, named, nearest, variant
 from locality.settings import to_dict
@@ -17,6 +16,9 @@ CONFIGS = {
     "pooled": variant("deit_nano").config.with_overrides(global_pool="avg", num_classes=3),
     "patches": variant("convit_micro").config.with_overrides(patch_size=8, drop_path_rate=0.1),
     "two stages": CvTConfig(**STAGES, img_size=(16, 32), activation="gelu"),
+    "strides": variant("cvt_13").config.with_overrides(
+        kv_stride=[1, 2] * 6 + [1], use_pos_embed=[True, False, False], img_size=(96, 64)
+    ),
     "timm's": TimmConfig.named("timm/test_vit").with_overrides(global_pool="avg", num_classes=2),
 }
 
@@ -26,9 +28,64 @@ def test_a_configuration_is_made_from_its_name_and_settings(key):
     config = CONFIGS[key]
     values = to_dict(config) | {"name": config.name or nearest(config)}
     ends = {end: getattr(config, end) for end in ("in_chans", "num_classes")}
-    assert named(**values, **ends) == config
+    again = named(**values, **ends)
+    assert again == config and hash(again) == hash(config)
 
 
 def test_the_nearest_model_is_the_one_with_the_fewest_differences():
     assert nearest(CONFIGS["deeper"]) == "convit_nano"
     assert nearest(dataclasses.replace(CONFIGS["two stages"])).startswith("cvt_")
+
+
+REFUSALS = {
+    "convit_nano": [
+        ({"gpsa_layers": 5}, "gpsa_layers"),
+        ({"gpsa_layers": 4}, "global_pool"),
+        ({"gpsa_layers": 4, "global_pool": "avg", "class_token": True}, "class_token"),
+        ({"embed_dim": 66, "num_heads": 4}, "multiple"),
+        ({"depth": 0}, "depth"),
+        ({"depth": 2.5}, "depth"),
+        ({"positional_attention": "psi"}, "gpsa, psa"),
+        ({"locality_strength": float("nan")}, "locality_strength"),
+        ({"gating_init": float("inf")}, "gating_init"),
+        ({"mlp_ratio": -1}, "mlp_ratio"),
+        ({"drop_path_rate": 1.0}, "drop_path_rate"),
+        ({"embed_class_token": True}, "gpsa_layers=0"),
+        ({"num_classes": -1}, "num_classes"),
+        ({"gpsa_layer": 2}, "gpsa_layers"),
+    ],
+    "cvt_13": [
+        ({"projection": "cnv"}, "avg, conv, linear"),
+        ({"projection": ("conv", "linear")}, "projection"),
+        ({"activation": "relu"}, "quick_gelu"),
+        ({"attention_scale": "depth"}, "head, width"),
+        ({"global_pool": "max"}, "avg, token"),
+        ({"kv_stride": (1, 2)}, "kv_stride"),
+        ({"kv_stride": 0}, "kv_stride is 0"),
+        ({"kv_stride": 1.5}, "kv_stride is 1.5"),
+        ({"embed_dim": (64, 192, 100)}, "num_heads=6"),
+        ({"num_heads": (1, 3)}, "num_heads"),
+        ({"depth": (1, 2, 3), "mlp_ratio": [2] * 13}, "mlp_ratio"),
+        ({"embed_padding": 3}, "embed_padding"),
+        ({"projection_kernel": 4}, "projection_kernel"),
+        ({"drop_path_rate": 1.0}, "drop_path_rate"),
+        ({"in_chans": 0}, "in_chans"),
+        ({"img_size": 2}, "3×3"),
+        ({"embed_dim": ()}, "embed_dim"),
+        ({"kv_strid": 1}, "kv_stride"),
+        ({"kv_stride": (1, 2, (1, 2))}, "kv_stride"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "named"), [(m, *row) for m, rows in REFUSALS.items() for row in rows]
+)
+def test_refusals_name_the_field(model, fields, named):
+    with pytest.raises(ValueError, match=named):
+        build(model, **fields)
+
+
+def test_an_unknown_model_is_refused_with_the_nearest():
+    with pytest.raises(ValueError, match="convit_small"):
+        build("convit_smal")

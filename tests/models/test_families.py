@@ -4,9 +4,11 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 
-from locality.models import build
+from locality.models import build, count_macs, count_parameters
+from locality.models.cvt import QuickGELU
 
 from .conftest import images
 
@@ -18,7 +20,39 @@ KINDS = {
     "deit_nano": {},
     "cvt_13": SMALL_CVT,
     "cvt_13, avg": SMALL_CVT | {"global_pool": "avg"},
+    "cvt_13, stem": SMALL_CVT
+    | {"depth": (0, 1, 1), "projection": ("conv", "avg", "linear"), "use_pos_embed": True},
 }
+
+# ConViT Table 1 and CvT Table 2: exact parameters, and GMACs at 224 and 384 pixels.
+SIZES = {
+    "convit_tiny": (5_710_472, 1.26, None),
+    "convit_tiny_plus": (9_972_872, 2.14, None),
+    "convit_small": (27_777_232, 5.76, None),
+    "convit_small_plus": (48_979_792, 10.02, None),
+    "convit_base": (86_539_880, 17.53, None),
+    "convit_base_plus": (153_134_696, 30.78, None),
+    "deit_tiny": (5_717_416, 1.25, None),
+    "deit_tiny_plus": (9_982_184, 2.14, None),
+    "deit_small": (22_050_664, 4.60, None),
+    "deit_small_plus": (49_000_744, 10.04, None),
+    "deit_base": (86_567_656, 17.56, None),
+    "deit_base_plus": (153_171_944, 30.85, None),
+    "cvt_13": (19_997_480, 4.57, 16.27),
+    "cvt_21": (31_622_696, 7.18, 24.85),
+    "cvt_w24": (277_196_392, 60.9, 194.2),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_of_the_papers_tables(name):
+    with torch.device("meta"):
+        model = build(name)
+    parameters, *macs = SIZES[name]
+    assert count_parameters(model) == parameters
+    for size, billions in zip((224, 384), macs, strict=True):
+        if billions is not None:
+            assert count_macs(model, size) / 1e9 == pytest.approx(billions, rel=5e-3)
 
 
 @pytest.fixture(params=KINDS)
@@ -44,6 +78,20 @@ def test_shortcuts_change_neither_logits_nor_gradients_nor_statistics(model, tra
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-3, msg=name)
     for (name, ours), theirs in zip(model.named_buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(ours, theirs, msg=name)
+
+
+def test_a_fused_copy_has_the_same_logits_and_cannot_train(model):
+    before, x = copy.deepcopy(model.state_dict()), images(model, size=(40, 56))
+    fused = model.fuse()
+    assert not any(isinstance(m, nn.BatchNorm2d | QuickGELU) for m in fused.modules())
+    assert not any(p.requires_grad for p in fused.parameters())
+    assert_near(fused(x), model(x))
+    assert_near(fused.fuse()(x), fused(x))
+    assert all(torch.equal(a, before[name]) for name, a in model.state_dict().items())
+    assert all(p.requires_grad for p in model.parameters())
+    assert model.train().fuse().training is False and model.training
+    with pytest.raises(ValueError, match="fused"):
+        fused.train()
 
 
 def test_any_size_and_any_batch_works(model):
@@ -147,3 +195,12 @@ def test_one_graph_without_breaks_for_each_size(model, training, gradients, shor
     assert counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"]
     assert sum(counters["recompiles"].values()) <= 1
+
+
+@pytest.mark.slow
+def test_ten_batches_of_one_compiled_graph_agree(agrees_when_compiled, randomise):
+    # One layer of each kind, two stages: compile time grows with the number of kernels.
+    agrees_when_compiled(build("convit_nano", depth=2, gpsa_layers=1).eval(), images)
+    sizes = {"embed_dim": (8, 16), "num_heads": (1, 2), "depth": 1, "img_size": 32}
+    convolutions = {"embed_kernel": (7, 3), "embed_stride": (4, 2), "embed_padding": (2, 1)}
+    agrees_when_compiled(randomise(build("cvt_13", **sizes, **convolutions)).fuse(), images)

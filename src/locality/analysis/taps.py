@@ -35,8 +35,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from locality.errors import UserError
-from locality.layers import fast
-from locality.layers.block import AttentionMaps, prefix_length
+from locality.layers.block import AttentionMaps, prefix_length, switched
 from locality.layers.grid import Grid
 from locality.layers.position import positional_attention
 
@@ -139,7 +138,7 @@ def capture(
         return hook
 
     # Every module has to be called, and only once.
-    plain = fast.switched(model, shortcuts=False, grad_checkpointing=False)
+    plain = switched(model, shortcuts=False, grad_checkpointing=False)
     with plain, contextlib.ExitStack() as hooks:
         if any(isinstance(module, _TIMM) for _, module in modules):
             patch_embed: Any = getattr(model, "patch_embed", None)

@@ -106,6 +106,17 @@ def _frozen_statistics(block: nn.Module) -> Iterator[None]:
             setattr(norm, name, buffer)
 
 
+@contextlib.contextmanager
+def switched(model: nn.Module, **switches: bool) -> Iterator[None]:
+    """Context manager: set attributes of all modules that have them, such as `shortcuts`."""
+    with contextlib.ExitStack() as undo:
+        for module in model.modules():
+            for name in switches.keys() & vars(module).keys():
+                undo.callback(setattr, module, name, vars(module)[name])
+                setattr(module, name, switches[name])
+        yield
+
+
 @dataclass(frozen=True)
 class AttentionMaps:
     """The attention of every head, for one layer and one batch of inputs.

@@ -17,10 +17,9 @@ inside blocks are not called. Gradients are those of the plain forward pass.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -222,14 +221,3 @@ def fold(model: nn.Module) -> None:
                 parameter.mul_(mlp.act.slope)
             mlp.fc2.weight.div_(mlp.act.slope)
             mlp.act = nn.SiLU(inplace=True)
-
-
-@contextlib.contextmanager
-def switched(model: nn.Module, **switches: bool) -> Iterator[None]:
-    """Context manager: set attributes of all modules that have them, such as `shortcuts`."""
-    with contextlib.ExitStack() as undo:
-        for module in model.modules():
-            for name in switches.keys() & vars(module).keys():
-                undo.callback(setattr, module, name, vars(module)[name])
-                setattr(module, name, switches[name])
-        yield

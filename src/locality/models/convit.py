@@ -35,6 +35,8 @@ from locality.models import base
 from locality.models.base import ImageClassifier
 from locality.models.config import ViTConfig
 
+MixedMaps = tuple[Tensor, Tensor | None, Tensor | None]
+
 
 class SelfAttention(nn.Module):
     """Multi-head self-attention: softmax(QKᵀ/√d) V, heads concatenated and projected (Eq. 1–3).
@@ -77,16 +79,17 @@ class SelfAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v)  # softmax(QKᵀ/√d) V
 
     def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
-        """The attention that `forward(x, grid)` uses."""
-        scaled, k, scores = self._content(x)
-        content, prefix = scores.softmax(dim=-1), prefix_length(x.shape[1], grid)
-        return AttentionMaps(content, content, None, None, grid, grid, prefix, scaled, k)
-
-    def _content(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries/√d, keys, and their products, (B, h, N, N)."""
+        """The attention that `forward(x, grid)` uses, and its parts."""
         q, k, _ = self.split_heads(self.qkv(x))
-        scale = math.sqrt(q.shape[-1])
-        return q / scale, k, q @ k.transpose(-2, -1) / scale
+        q = q / math.sqrt(q.shape[-1])
+        scores = q @ k.transpose(-2, -1)
+        content, prefix = scores.softmax(dim=-1), prefix_length(x.shape[1], grid)
+        mixed, positional, gate = self.mix_maps(scores, content, grid)
+        return AttentionMaps(mixed, content, positional, gate, grid, grid, prefix, q, k)
+
+    def mix_maps(self, scores: Tensor, content: Tensor, grid: Grid) -> MixedMaps:
+        """The attention used, its positional part and gates, from QKᵀ/√d and its softmax."""
+        return content, None, None
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, num_heads={self.num_heads}"
@@ -135,13 +138,9 @@ class PositionalSelfAttention(SelfAttention):
         """Eq. 4 times values, (B, h, N, d) → (B, h, N, d) with N = H·W."""
         return position.attend_jointly(q, k, v, self.v_pos, grid)
 
-    def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
-        """The attention that `forward(x, grid)` uses, and the softmax of each term alone."""
-        scaled, k, scores = self._content(x)
-        content = scores.softmax(dim=-1)
-        positional = position.positional_attention(self.v_pos, grid)
+    def mix_maps(self, scores: Tensor, content: Tensor, grid: Grid) -> MixedMaps:
         mixed = (scores + position.positional_scores(self.v_pos, grid)).softmax(dim=-1)
-        return AttentionMaps(mixed, content, positional, None, grid, grid, 0, scaled, k)
+        return mixed, position.positional_attention(self.v_pos, grid), None
 
 
 class GatedPositionalSelfAttention(PositionalSelfAttention):
@@ -180,14 +179,11 @@ class GatedPositionalSelfAttention(PositionalSelfAttention):
         positional = position.attend(self.v_pos, v, grid)  # softmax(v_pos·r) V
         return (1 - gate) * content + gate * positional
 
-    def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
-        """The attention that `forward(x, grid)` uses, and its two parts (Eq. 7 as printed)."""
+    def mix_maps(self, scores: Tensor, content: Tensor, grid: Grid) -> MixedMaps:
         gate = self.gating.sigmoid()[:, None, None]
-        scaled, k, scores = self._content(x)
-        content = scores.softmax(dim=-1)
         positional = position.positional_attention(self.v_pos, grid)
-        mixed = (1 - gate) * content + gate * positional
-        return AttentionMaps(mixed, content, positional, gate.flatten(), grid, grid, 0, scaled, k)
+        mixed = (1 - gate) * content + gate * positional  # Eq. 7 as printed
+        return mixed, positional, gate.flatten()
 
 
 class VisionTransformer(ImageClassifier):

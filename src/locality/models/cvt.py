@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from locality.layers import fast
-from locality.layers.block import AttentionMaps, Block, make_head, prefix_length, trunc_normal_init_
+from locality.layers.block import AttentionMaps, Block, make_head, switched, trunc_normal_init_
 from locality.layers.grid import AttentionScale, Grid, ProjectionName, check_heads, projected_grid
 from locality.models import base
 from locality.models.base import ImageClassifier
@@ -148,11 +148,6 @@ class Projection(nn.Module):
         patches = image_to_tokens(self.norm(self.conv(image)))
         return torch.cat((x[:, :1], patches), dim=1) if self.class_token else patches
 
-    def forward_without_update(self, x: Tensor, image: Tensor) -> Tensor:
-        """Like `forward`, without updating BatchNorm's running statistics."""
-        copies = {name: buffer.clone() for name, buffer in self.named_buffers()}
-        return torch.func.functional_call(self, copies, (x, image))
-
 
 class ConvolutionalAttention(nn.Module):
     """Multi-head attention whose queries, keys and values are convolutional projections (§3.2).
@@ -218,12 +213,13 @@ class ConvolutionalAttention(nn.Module):
     def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
         """The attention that `forward(x, grid)` uses; BatchNorm's statistics are not updated."""
         image = self.image(x, grid)
-        q, k = (self.split_heads(p.forward_without_update(x, image)) for p in (self.q, self.k))
-        content = (q @ k.transpose(-2, -1) * self.scale).softmax(dim=-1)
-        prefix, key_grid = prefix_length(x.shape[1], grid), self.k.grid(grid)
-        places = ((self.k.stride,) * 2, (self.k.offset,) * 2)
+        with switched(self, track_running_stats=False):
+            q, k = (self.split_heads(part(x, image)) for part in (self.q, self.k))
         q = q * self.scale
-        return AttentionMaps(content, content, None, None, grid, key_grid, prefix, q, k, *places)
+        content = (q @ k.transpose(-2, -1)).softmax(dim=-1)
+        grids, prefix = (grid, self.k.grid(grid)), int(self.class_token)
+        centres = ((self.k.stride,) * 2, (self.k.offset,) * 2)
+        return AttentionMaps(content, content, None, None, *grids, prefix, q, k, *centres)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, num_heads={self.num_heads}, scale={self.scale:.4g}"
@@ -338,14 +334,12 @@ class ConvolutionalVisionTransformer(ImageClassifier):
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Groups of parameters; with `coarse`, one per stage instead of one per block."""
-        if coarse:
-            blocks: Any = r"^stages\.(\d+)"
-        else:
-            blocks = [
-                (r"^stages\.(\d+)\.(?:embed|pos_embed|cls_token)", (0,)),
-                (r"^stages\.(\d+)\.blocks\.(\d+)", None),
-                (r"^norm", (99999,)),
-            ]
+        fine = [
+            (r"^stages\.(\d+)\.(?:embed|pos_embed|cls_token)", (0,)),
+            (r"^stages\.(\d+)\.blocks\.(\d+)", None),
+            (r"^norm", (99999,)),
+        ]
+        blocks = r"^stages\.(\d+)" if coarse else fine
         return {"stem": r"^stages\.0\.(?:embed|pos_embed|cls_token)", "blocks": blocks}
 
     @property

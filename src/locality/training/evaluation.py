@@ -20,7 +20,7 @@ from locality.data.config import DataConfig, check_rgb
 from locality.data.datasets import renumber
 from locality.data.loader import translate_killed_worker
 from locality.errors import UserError, some
-from locality.layers import fast
+from locality.layers.block import switched
 from locality.models import count_macs
 from locality.predictions import Predictions
 from locality.runs import RunFolder
@@ -116,7 +116,7 @@ def evaluate_opened(
         if on_batch is not None:
             on_batch(batch, logits)
 
-    with devices.autocast(device.type, chosen), fast.switched(model, shortcuts=True):
+    with devices.autocast(device.type, chosen), switched(model, shortcuts=True):
         result = evaluate(model.to(device), loader, device, on_batch=checked)
     return result | {"dataset": data.dataset, "skipped": dict(loader.skipped)}
 
