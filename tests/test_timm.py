@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from pathlib import Path
 
 import pytest
 import timm
@@ -278,35 +277,17 @@ def test_a_folder_of_timms_is_read_as_our_model(tmp_path):
 # Public weights, from substitute files.
 
 
-@pytest.fixture(scope="module")
-def convit_file(tmp_path_factory) -> tuple[torch.nn.Module, Path]:
-    """timm's ConViT-Ti with random weights, and their file."""
+def test_timm_loads_its_own_weights_and_adapts_head_channels_and_size(tmp_path):
     reference = timm.create_model("convit_tiny").eval()
-    path = tmp_path_factory.mktemp("timm") / "model.safetensors"
-    save_file(reference.state_dict(), path)
-    return reference, path
-
-
-def test_timm_loads_its_own_weights_into_our_model(convit_file):
-    reference, path = convit_file
-    model = timm.create_model(
-        "locality_convit_tiny", pretrained=True, pretrained_cfg_overlay={"file": str(path)}
-    ).eval()
+    save_file(reference.state_dict(), tmp_path / "model.safetensors")
+    overlay = {"file": str(tmp_path / "model.safetensors")}
+    public = {"pretrained": True, "pretrained_cfg_overlay": overlay}
+    model = timm.create_model("locality_convit_tiny", **public).eval()
     x = torch.randn(1, 3, 224, 224)
     with torch.no_grad():
         torch.testing.assert_close(model(x), reference(x), atol=1e-5, rtol=0)
-
-
-def test_timm_adapts_head_channels_and_size_on_the_way(convit_file):
-    reference, path = convit_file
-    model = timm.create_model(
-        "locality_convit_tiny.fb_in1k",
-        pretrained=True,
-        pretrained_cfg_overlay={"file": str(path)},
-        num_classes=5,
-        in_chans=1,
-        img_size=96,
-    ).eval()
+    ends = {"num_classes": 5, "in_chans": 1, "img_size": 96}
+    model = timm.create_model("locality_convit_tiny.fb_in1k", **public, **ends).eval()
     assert model(torch.randn(1, 1, 96, 96)).shape == (1, 5)
     expected = reference.patch_embed.proj.weight.sum(dim=1, keepdim=True)
     torch.testing.assert_close(model.patch_embed.weight.data, expected.data)
