@@ -168,21 +168,6 @@ def test_features_only_gives_maps_at_the_strides_it_states(model):
         assert tensor.shape == (2, width, x.shape[2] // stride, x.shape[3] // stride)
     last = timm.create_model(name, features_only=True, out_indices=[-1], **MODELS[name])
     assert len(last(x)) == 1
-    own = create_model(name.removeprefix("locality_"), features_only=True, **MODELS[name])
-    assert [each.shape for each in own(x)] == [each.shape for each in maps]
-    assert own.feature_info.channels() == channels
-    with pytest.raises(UserError, match="features_only=True"):
-        create_model("deit_nano", out_indices=[-1])
-
-
-def test_features_of_a_model_of_timms():
-    ours = create_model("timm/test_resnet", features_only=True).eval()
-    theirs = timm.create_model("test_resnet", features_only=True, feature_cls="getter").eval()
-    state = {name.replace("model.", "", 1): each for name, each in ours.state_dict().items()}
-    theirs.load_state_dict(state)
-    x = torch.randn(1, 3, 64, 64)
-    with torch.no_grad():
-        assert all(map(torch.equal, ours(x), theirs(x)[-3:]))
 
 
 def test_timms_names_for_settings_are_taken():
@@ -222,8 +207,6 @@ def test_data_configuration_comes_from_the_model(tmp_path):
         config = resolve_data_config({}, model=each)
         assert (config["input_size"], config["crop_pct"]) == ((3, size, size), 1.0)
         assert (config["mean"], config["std"]) == (given.mean, given.std)
-    features = locality.create_model("cvt_nano", features_only=True)
-    assert resolve_data_config({}, model=features)["input_size"] == (3, 8, 8)
     config = resolve_data_config({}, model=timm.create_model("locality_convit_nano"))
     assert config["input_size"] == (3, 8, 8)
     with torch.device("meta"):

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from locality.checkpoints.conversion import resample_pos_embeds
 from locality.checkpoints.foreign_config import PREPROCESSING_KEYS, REGISTERED
-from locality.checkpoints.loading import detect_key_map, fit_interface, locate_weights
+from locality.checkpoints.key_maps import fit_interface, recognise
+from locality.checkpoints.loading import locate_weights
 from locality.checkpoints.registry import SOURCES, Source, source
 from locality.data.config import Preprocessing
 from locality.models.base import ImageClassifier
@@ -40,9 +41,9 @@ def adapt_weights(state: dict[str, Tensor], model: ImageClassifier) -> dict[str,
     Raises:
         UserError: for weights of unknown format or another architecture.
     """
-    key_map = detect_key_map(state, model.config)
-    config = fit_interface(state, key_map, model.config)
-    ours = key_map.to_native(state, config)
+    key_map, theirs = recognise(state, model.config)
+    config = fit_interface(theirs, key_map, model.config)
+    ours = key_map.to_native(theirs, config)
     resample_pos_embeds(ours, config, model.config, model.state_dict())
     return ours
 

@@ -15,7 +15,6 @@ from transformers import (
     ConvNextImageProcessorPil,
     CvtConfig,
     CvtForImageClassification,
-    ViTImageProcessorPil,
 )
 
 import locality
@@ -46,9 +45,9 @@ TIMM = [
         {"embed_dim": 96, "num_heads": 4},
         {"img_size": (32, 64), "patch_size": 8, "mlp_ratio": 2.0},
         {"qkv_bias": False, "in_chans": 1},
-        {"class_token": False, "global_pool": "avg", "fc_norm": False},
-        {"no_embed_class": True, "global_pool": "avg", "fc_norm": False},
         # Only timm's own code computes these.
+        {"class_token": False, "global_pool": "avg", "fc_norm": False},
+        {"no_embed_class": True},
         {"global_pool": "avg"},
         {"class_token": False, "global_pool": "avg"},
         {"init_values": 0.1},
@@ -72,7 +71,7 @@ TIMM = [
     ("test_vit", {}, DATA),
     ("test_resnet", {}, DATA),
 ]  # fmt: skip
-BY_TIMM = ("max", "fc_norm", "init_values", "proj_bias", "final_norm")
+BY_TIMM = {"global_pool", "fc_norm", "init_values", "proj_bias", "final_norm", "no_embed_class"}
 CVTS = {
     "plain": {},
     "strides": {"stride_kv": [1, 2, 1], "patch_stride": [4, 2, 1]},
@@ -119,9 +118,8 @@ def test_a_model_of_timms(name, arguments, data, tmp_path, randomise, image, cap
     torch.testing.assert_close(opened.prepare([image]), pixels, atol=1e-5, rtol=0)
     torch.testing.assert_close(opened.logits(pixels), logits, atol=1e-5, rtol=1e-5)
     assert "locality" not in {record.name for record in caplog.records}
-    if name == DEIT and arguments.get("fc_norm") is not False:
-        only_timm = [w for w in (*BY_TIMM, "avg") if w in arguments or w in arguments.values()]
-        assert opened.model.config.family == ("timm" if only_timm else "vit")
+    if name == DEIT:
+        assert opened.model.config.family == ("timm" if BY_TIMM & arguments.keys() else "vit")
 
 
 @pytest.mark.parametrize("name", [CONVIT, DEIT, *OURS])
@@ -149,22 +147,22 @@ def test_a_repository_of_timms_opens_as_its_folder(tmp_path, randomise, image, m
 
 def test_a_repository_without_a_description_takes_the_models_name(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "snapshot_download", lambda name, **_: str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=r"^me/model holds no weights"):
+    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
         open_model("me/model")
     save_file(timm.create_model("test_resnet").state_dict(), tmp_path / "model.safetensors")
     assert open_model("me/model", "timm/test_resnet").model is not None
-    with pytest.raises(UserError, match=r"^me/model/model\.safetensors: "):
+    with pytest.raises(UserError, match="--variant"):
         open_model("me/model")
 
 
 def test_our_description_beside_several_state_dicts(tmp_path):
     model, file = locality.create_model("deit_nano"), tmp_path / "pytorch_model.bin"
     locality.save(model, tmp_path / "saved")
-    with pytest.raises(UserError, match="holds one set of weights"):
+    with pytest.raises(UserError, match="without a name"):
         open_model(tmp_path / "saved", entry="zz")
     (tmp_path / "saved" / "config.json").rename(tmp_path / "config.json")
     torch.save({"model": model.state_dict(), "ema": model.state_dict()}, file)
-    with pytest.raises(UserError, match="choose one"):
+    with pytest.raises(UserError, match="--entry"):
         open_model(tmp_path)
     assert open_model(tmp_path, entry="ema").model is not None
 
@@ -214,7 +212,6 @@ PROCESSORS = {
     "squashed, large": ConvNextImageProcessorPil(size={"shortest_edge": 384}),
     "not normalised": ConvNextImageProcessorPil(**CONVNEXT, do_normalize=False),
     "nearest": ConvNextImageProcessorPil(**CONVNEXT, resample=0, image_std=[0.1, 0.2, 0.3]),
-    "squashed": ViTImageProcessorPil(size={"height": 64, "width": 48}),
 }
 
 
@@ -240,7 +237,7 @@ def refused_with(fields, named, folder):
     (folder / "config.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=named) as caught:
         open_model(folder)
-    assert "config.json" in str(caught.value)
+    assert str(folder) in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +281,7 @@ def test_what_cannot_be_read_of_transformers_is_refused(fields, named, tmp_path,
         ({"do_resize": False}, "resize"),
         ({"size": {"longest_edge": 3}}, "img_size"),
         ({"resample": 9}, "interpolation"),
-        ({"image_processor_type": "LevitImageProcessor"}, "Levit"),
+        ({"image_processor_type": "ViTImageProcessor"}, "ViT"),
         ({"do_center_crop": True}, "ConvNext"),
         ({"rescale_factor": 1.0}, "scale"),
         ({"image_mean": [0.5]}, "mean"),

@@ -194,8 +194,7 @@ def test_only_the_bias_that_the_softmax_cancels_is_lost(randomise, assert_bitwis
     state = randomise(timm.create_model("convit_tiny", local_up_to_layer=3, **sizes)).state_dict()
     config = replace(VARIANTS["convit_tiny"].config, gpsa_layers=3, **sizes)
     back = TIMM.from_native(TIMM.to_native(state, config), config)
-    assert [*TIMM.dropped(config)] == [f"blocks.{i}.attn.pos_proj.bias" for i in range(3)]
-    for dropped in TIMM.dropped(config):
+    for dropped in [f"blocks.{i}.attn.pos_proj.bias" for i in range(3)]:
         assert state[dropped].any() and not back[dropped].any()
         back[dropped] = state[dropped]
     assert_bitwise(back, state)

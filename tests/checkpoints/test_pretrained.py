@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
-from huggingface_hub import constants
-from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 
 from locality.checkpoints import (
@@ -72,26 +69,7 @@ def test_a_models_name_means_its_first_weights_and_unknown_ones_the_nearest(weig
 # Finding the file.
 
 
-def nowhere(*arguments, **options):
-    raise LocalEntryNotFoundError("we cannot find the file and there is no network")
-
-
-@pytest.fixture
-def no_hub(monkeypatch):
-    """A hub that does not answer, with an empty cache."""
-    asked = []
-
-    def head(url, timeout):
-        asked.append(url)
-        raise RuntimeError("of a class that only the HTTP library has")
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: SimpleNamespace(head=head))
-    return asked
-
-
-def test_offline_the_error_says_which_file_and_where_to_put_it(no_hub, monkeypatch):
-    monkeypatch.setattr(loading, "hf_hub_download", nowhere)
+def test_offline_the_error_says_which_file_and_where_to_put_it():
     with pytest.raises(UserError) as caught:
         create_model("convit_tiny.fb_in1k", pretrained=True)
     file = loading.cache_dir() / "weights" / "convit_tiny.fb_in1k.safetensors"
@@ -99,15 +77,11 @@ def test_offline_the_error_says_which_file_and_where_to_put_it(no_hub, monkeypat
         assert named in str(caught.value)
 
 
-def test_a_hub_that_does_not_answer_is_asked_once(no_hub):
-    """The client by itself retries for half a minute."""
-    with pytest.raises(UserError, match="convit_tiny"):
-        loading.locate_weights(source("convit_tiny"))
+def test_what_cannot_be_downloaded_is_named():
     with pytest.raises(UserError, match="timm/vit_tiny_patch16_224"):
         open_model("timm/vit_tiny_patch16_224")
     with pytest.raises(FileNotFoundError, match="nobody/nothing"):
         open_model("nobody/nothing")
-    assert no_hub == [constants.ENDPOINT] * 3 and not constants.HF_HUB_OFFLINE
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +92,7 @@ def tiny_state():
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
-def test_a_file_put_there_is_used(suffix, tiny_state, monkeypatch):
-    monkeypatch.setattr(loading, "hf_hub_download", nowhere)
+def test_a_file_put_there_is_used(suffix, tiny_state):
     reference, state = tiny_state
     path = loading.cache_dir() / "weights" / f"convit_tiny.fb_in1k{suffix}"
     path.parent.mkdir(parents=True)
@@ -143,16 +116,17 @@ def test_settings_that_fit_by_shape_but_mean_another_function_are_refused():
 
 
 def test_the_hubs_file_is_used(tiny_state, tmp_path, monkeypatch):
-    save_file(tiny_state[1], tmp_path / "model.safetensors")
+    torch.save(tiny_state[1], tmp_path / "pytorch_model.bin")
     asked = []
 
-    def fetched(repo, file, local_files_only=False, **options):
-        asked.append((repo, file))
-        return str(tmp_path / file)
+    def fetched(repo, allow_patterns):
+        asked.append((repo, allow_patterns))
+        return str(tmp_path)
 
-    monkeypatch.setattr(loading, "hf_hub_download", fetched)
+    monkeypatch.setattr(loading, "snapshot_download", fetched)
     opened = open_model("convit_tiny.fb_in1k")
-    assert asked == [("timm/convit_tiny.fb_in1k", "model.safetensors")]
+    files = ("model.safetensors", "pytorch_model.bin")
+    assert asked == [("timm/convit_tiny.fb_in1k", file) for file in files]
     assert opened.name == "convit_tiny.fb_in1k" and opened.preprocessing == Preprocessing(224)
     assert torch.equal(opened.model.head.weight, tiny_state[1]["head.weight"])
 
@@ -216,9 +190,8 @@ def test_one_channel_sees_grey_images_as_three_would(name, fields, randomise, tm
 
 @pytest.mark.parametrize(("name", "fields"), [("deit_nano", {}), (NANO, {"patch_size": 4})])
 def test_anything_else_that_differs_is_refused(weights, name, fields):
-    with pytest.raises(UserError, match="do not fit") as caught:
+    with pytest.raises(UserError, match=str(weights[0])):
         create_model(name, weights=weights[0], **fields)
-    assert str(weights[0]) in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +205,7 @@ def test_anything_else_that_differs_is_refused(weights, name, fields):
 )
 def test_what_shapes_do_not_tell_has_to_agree_too(name, made_with, given, tmp_path):
     path = save(create_model(name, **made_with), tmp_path)
-    with pytest.raises(UserError, match="but the model has"):
+    with pytest.raises(UserError, match=next(iter(given or made_with))):
         create_model(name, weights=path, **given)
 
 

@@ -99,9 +99,9 @@ def test_truncated_files_are_named_as_such(tmp_path, kind, keep):
 @pytest.mark.parametrize(
     ("content", "cause"),
     [
-        (b"", "empty"),
+        (b"", "truncated"),
         ("größer als 1\n".encode() * 60, "neither"),
-        (b"<!DOCTYPE html><html><body>404</body></html>", "web page"),
+        (b"<!DOCTYPE html><html><body>404</body></html>", "download"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", "git-lfs"),
         (b"\x89PNG\r\n\x1a\n" + bytes(100), "neither"),
     ],

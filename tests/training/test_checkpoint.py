@@ -144,7 +144,7 @@ def test_a_full_disk_keeps_what_is_there_and_says_so(where, written, monkeypatch
         monkeypatch.setattr(run_state.torch, "save", save_to_full_disk)
     else:
         monkeypatch.setattr(run_state.os, where, disk_full)
-    with pytest.raises(CheckpointNotSaved, match="disk is full") as caught:
+    with pytest.raises(CheckpointNotSaved, match="No space left") as caught:
         folder.save(state(3))
     assert "step 3" in str(caught.value) and "step 2 is kept" in str(caught.value)
     monkeypatch.undo()

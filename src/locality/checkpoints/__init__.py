@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from locality.checkpoints.conversion import load_weights as load_weights
     from locality.checkpoints.key_maps import KEY_MAPS as KEY_MAPS
     from locality.checkpoints.key_maps import KeyMap as KeyMap
-    from locality.checkpoints.loading import detect_key_map as detect_key_map
     from locality.checkpoints.loading import read as read
     from locality.checkpoints.native import Checkpoint as Checkpoint
     from locality.checkpoints.native import save as save

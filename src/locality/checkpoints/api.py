@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from PIL import Image
-from timm.models._features import FeatureGetterNet
 from torch import Tensor
 
 from locality.checkpoints.conversion import load_weights, set_data_config
@@ -212,28 +211,25 @@ def open_model(
     Raises:
         FileNotFoundError, UserError: as in `read`.
     """
-    if detect_kind(what, entry) == "graph":
-        path = Path(what)
-        logits, held = open_graph(path)
-        with prefix_errors(what):
-            prepared = default_preprocessing(held.preprocessing, held.config)
-            about = held.classes, None, held.config.num_classes, held.problem_type
-            return Classifier(path.name, logits, prepared, *about)
-    checkpoint = read(what, variant, entry, settings)
     path = Path(what).absolute()
-    named = path.parent if path.name in WEIGHT_FILES else path
-    if checkpoint.preprocessing is None:
+    graph = None
+    if detect_kind(what, entry) == "graph":
+        graph, held = open_graph(Path(what))
+    else:
+        held = read(what, variant, entry, settings)
+        path = path.parent if path.name in WEIGHT_FILES else path
+    if held.preprocessing is None:
         _log.warning(
             f"{what} does not specify its preprocessing; assuming ImageNet's mean and std, bicubic "
             f"resizing and a crop of 0.875"
         )
+    name = path.name if path.exists() else str(what)
     with prefix_errors(what):
-        return Classifier.of(
-            checkpoint.build(),
-            named.name if path.exists() else str(what),
-            checkpoint.preprocessing,
-            checkpoint.classes,
-        )
+        if graph is None:
+            return Classifier.of(held.build(), name, held.preprocessing, held.classes)
+        prepared = default_preprocessing(held.preprocessing, held.config)
+        about = held.classes, None, held.config.num_classes, held.problem_type
+        return Classifier(name, graph, prepared, *about)
 
 
 def load(
@@ -261,10 +257,8 @@ def create_model(
     *,
     entry: str | None = None,
     img_size: int | tuple[int, int] | None = None,
-    features_only: bool = False,
-    out_indices: int | tuple[int, ...] | None = None,
     **overrides: Any,
-) -> Any:
+) -> ImageClassifier:
     """Build a model by name, with random weights, public weights, or weights from a file.
 
     The image size and the numbers of channels and classes may differ from those of the weights:
@@ -278,13 +272,7 @@ def create_model(
         weights: a file or folder to load instead, in any format.
         entry: the state dict to load, if `weights` has several.
         img_size: image size, a number or (height, width); the model's or the weights' by default.
-        features_only: return a timm feature extractor, images → list of feature maps (B, C, H, W),
-            with `feature_info`, instead of a classifier.
-        out_indices: which maps, as in `forward_intermediates`; default the last three.
         overrides: fields of the configuration: `num_classes`, `in_chans`, `patch_size`, …
-
-    Returns:
-        an `ImageClassifier`, or timm's `FeatureGetterNet` around one.
 
     Raises:
         UserError: for an unknown name or field, weights that do not fit, or public weights that are
@@ -301,17 +289,9 @@ def create_model(
         weights = row.name if pretrained else weights
     model = factory.build(row.model if row else name, img_size=img_size, **overrides)
     known = None if row is None else row.preprocessing
-    if isinstance(model, TimmModel):
-        known = timm_preprocessing(model.config.data_config())
+    if isinstance(model, TimmModel) and (known := timm_preprocessing(model.config.data_config())):
+        known = known.at(model.img_size)
     set_data_config(model, known or Preprocessing.imagenet(model.img_size, model.in_chans))
     if weights is not None:
         load_weights(model, weights, entry)
-    if features_only:
-        features: Any = FeatureGetterNet(
-            model, out_indices=3 if out_indices is None else out_indices
-        )
-        features.pretrained_cfg = model.pretrained_cfg
-        return features
-    if out_indices is not None:
-        raise UserError("out_indices selects feature maps; also give features_only=True")
     return model

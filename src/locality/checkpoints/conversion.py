@@ -13,17 +13,16 @@ from timm.models import adapt_input_conv
 from torch import Tensor
 
 from locality.checkpoints.foreign_config import PREPROCESSING_KEYS
-from locality.checkpoints.key_maps import KEY_MAPS, NATIVE
-from locality.checkpoints.loading import check_family, read
+from locality.checkpoints.key_maps import KEY_MAPS
+from locality.checkpoints.loading import read
 from locality.checkpoints.native import Checkpoint, contiguous_copies, write_file, write_folder
-from locality.checkpoints.registry import check_target
+from locality.checkpoints.registry import FORMAT, check_target
 from locality.checkpoints.state_dict import check_finite, check_keys
 from locality.data.classes import class_difference, joinable, numbered
 from locality.data.config import Preprocessing
 from locality.errors import UserError, prefix_errors
 from locality.files import atomic_file, write_atomic
 from locality.models.base import ImageClassifier, position_embedding
-from locality.models.config import signature_diff
 
 State = dict[str, Tensor]
 
@@ -61,13 +60,12 @@ def convert(
     """
     target = Path(target)
     check_target(target, to, overwrite)
-    wanted = KEY_MAPS[to]
     checkpoint = read(source, model, entry, settings)
     with prefix_errors(source):
         state = checkpoint.build().state_dict()
     notes = ""
-    if wanted is not NATIVE:
-        state = contiguous_copies(wanted.from_native(state, checkpoint.config))
+    if to != FORMAT:
+        state = contiguous_copies(KEY_MAPS[to].from_native(state, checkpoint.config))
         if target.suffix == ".safetensors":
             write_atomic(target, to_safetensors(state, {"format": "pt"}))
         else:
@@ -119,19 +117,12 @@ def load_weights(
     target = model.config
     checkpoint = read(what, entry=entry, like=target)
     with prefix_errors(what):
-        check_family(type(checkpoint.config), target)
         fresh = model.state_dict()
         state = dict(checkpoint.state)
         changes = _classifier(state, checkpoint, target, fresh, classes)
         for adapt in (_channels, resample_pos_embeds):
             changes += adapt(state, checkpoint.config, target, fresh)
         check_keys(state, fresh, "locality's")
-        if checkpoint.described:
-            for name, (theirs, ours) in signature_diff(checkpoint.config, target).items():
-                raise UserError(
-                    f"these weights need {name}={theirs!r}, but the model has {name}={ours!r}; "
-                    "create it with the weights' value"
-                )
         check_finite(state)
     model.load_state_dict(state, strict=True)
     prepared = checkpoint.preprocessing

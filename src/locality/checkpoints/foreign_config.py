@@ -15,12 +15,12 @@ from typing import Any
 import timm
 
 from locality import checks
-from locality.checkpoints.key_maps import NATIVE, OTHER_TIMM, TIMM, TRANSFORMERS, KeyMap
 from locality.checkpoints.native import Checkpoint
+from locality.checkpoints.registry import FORMAT
 from locality.data.config import Preprocessing
 from locality.errors import UserError, prefix_errors
 from locality.files import read_shaped
-from locality.models.config import CvTConfig, TimmConfig, to_2tuple
+from locality.models.config import CvTConfig, TimmConfig
 from locality.models.variants import PREFIX, VARIANTS, variant
 from locality.settings import from_dict
 
@@ -41,15 +41,17 @@ TIMM_NAMES = {f"convit_{size}": f"convit_{size}" for size in ("tiny", "small", "
 _OURS = {theirs: ours for ours, theirs in TIMM_NAMES.items()} | {
     "deit_base_patch16_384": "deit_base"
 }
-# timm's arguments that are fields of `ViTConfig`, and those converted.
-_SAME = {
-    *("num_classes", "in_chans", "img_size", "patch_size", "embed_dim", "depth", "num_heads"),
-    *("mlp_ratio", "qkv_bias", "global_pool", "drop_rate", "proj_drop_rate", "drop_path_rate"),
+# timm's arguments → fields of `ViTConfig`.
+_ARGUMENTS = {
+    **{name: name for name in ("num_classes", "in_chans", "img_size", "patch_size", "embed_dim")},
+    **{name: name for name in ("depth", "num_heads", "mlp_ratio", "qkv_bias", "global_pool")},
+    **{name: name for name in ("drop_rate", "proj_drop_rate", "drop_path_rate")},
 }
-_CONVIT = _SAME | {"use_pos_embed", "locality_strength"}
-_DEIT = _SAME | {"class_token"}
-_CONVERTED = {"local_up_to_layer", "no_embed_class", "fc_norm"}
-
+_CONVIT_ARGUMENTS = _ARGUMENTS | {
+    "use_pos_embed": "use_pos_embed",
+    "locality_strength": "locality_strength",
+    "local_up_to_layer": "gpsa_layers",
+}
 CVT_STAGES = {
     **{name: name for name in ("embed_dim", "num_heads", "depth", "mlp_ratio", "qkv_bias")},
     "patch_sizes": "embed_kernel",
@@ -63,69 +65,52 @@ CVT_STAGES = {
 """transformers' CvT settings, lists with one value per stage → fields of `CvTConfig`."""
 
 _RESAMPLE = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # Pillow's numbers
-# From this size on, ConvNeXT's image processor (also CvT's) resizes without cropping.
+# From this size on, ConvNeXT's image processor, which is CvT's, resizes without cropping.
 _CONVNEXT_SQUASHES = 384
 
 
-def read_config(folder: Path, content: Mapping[str, Any]) -> tuple[Checkpoint, KeyMap] | None:
-    """Read the config.json of timm or transformers.
+def read_config(folder: Path, content: Mapping[str, Any]) -> Checkpoint | None:
+    """Read the config.json of this library, timm or transformers.
 
     Args:
         folder: the folder with the weights.
         content: content of its config.json.
 
     Returns:
-        a checkpoint without weights, and the key map of the weights; None if the file was written
-        by neither.
+        a checkpoint without weights; None if the file was written by none of them.
 
     Raises:
         UserError: if the model is not supported, or the file is invalid.
     """
+    if content.get("format") == FORMAT:
+        return Checkpoint.from_description(content, {})
     if isinstance(content.get("architecture"), str):
         return _timm(content)
-    if "model_type" in content:
-        return _transformers(folder, content), TRANSFORMERS
-    return None
+    return _transformers(folder, content) if "model_type" in content else None
 
 
-def _timm(content: Mapping[str, Any]) -> tuple[Checkpoint, KeyMap]:
-    shape = {"num_classes?": int, "model_args?": dict, "pretrained_cfg?": dict, "global_pool?": str}
-    checks.shaped("it", content, shape)
+def _timm(content: Mapping[str, Any]) -> Checkpoint:
     name = content["architecture"].partition(".")[0]
-    data = dict(content.get("pretrained_cfg") or {})
+    data = content.get("pretrained_cfg") or {}
     args = {"num_classes": content.get("num_classes"), **(content.get("model_args") or {})}
-    args = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in args.items()
-        if value is not None
-    }
-    if data.get("input_size") is not None:
-        checks.shaped("input_size", data["input_size"], [int])
-        if len(data["input_size"]) != 3:
-            raise UserError("input_size must be three numbers: channels, height and width")
+    args = {name: value for name, value in args.items() if value is not None}
+    if data.get("input_size"):
         channels, *sides = data["input_size"]
         args = {"img_size": tuple(sides), "in_chans": channels} | args
-        # timm leaves input_size as it was if a model of any size is built for another.
-        sides = to_2tuple(checks.typed("img_size", args["img_size"], checks.ImageSize))
-        data["input_size"] = (channels, *sides)
-    key_map: KeyMap = TIMM
     if name.startswith(REGISTERED):
-        key_map = NATIVE
         config = variant(name.removeprefix(REGISTERED)).config.with_overrides(**args)
     elif (config := _ours(name, args, content.get("global_pool"))) is None:
         if not timm.is_model(name):
             raise UserError(f"timm has no architecture '{name}'")
-        config, key_map = TimmConfig.named(name).with_overrides(**args), OTHER_TIMM
+        config = TimmConfig.named(PREFIX + name).with_overrides(**args)
     classes = class_names(content.get("label_names") or data.get("label_names"), config.num_classes)
-    title = PREFIX + name if key_map is OTHER_TIMM else None
-    return Checkpoint(config, {}, title, timm_preprocessing(data), classes), key_map
+    title = config.name if isinstance(config, TimmConfig) else None
+    return Checkpoint(config, {}, title, timm_preprocessing(data), classes)
 
 
 def timm_preprocessing(data: Mapping[str, Any]) -> Preprocessing | None:
-    """The preprocessing in timm's data configuration of a model, if any."""
+    """The preprocessing in timm's data configuration of a model, if any, without an image size."""
     fields = {key: data[key] for key in PREPROCESSING_KEYS if data.get(key) is not None}
-    if data.get("input_size") is not None:
-        fields["img_size"] = data["input_size"][1:]
     return from_dict(Preprocessing, fields) if fields else None
 
 
@@ -134,26 +119,16 @@ def _ours(name: str, args: Mapping[str, Any], pool: str | None) -> Any:
     if name not in _OURS:
         return None
     base = VARIANTS[_OURS[name]].config
-    same = _CONVIT if base.gpsa_layers else _DEIT
-    if args.keys() - same - _CONVERTED:
-        return None
-    fields: dict[str, Any] = {"global_pool": pool or "token"}
-    fields |= {name: value for name, value in args.items() if name in same}
-    if same is _CONVIT:
+    names = _CONVIT_ARGUMENTS if base.gpsa_layers else _ARGUMENTS
+    fields = {"global_pool": pool or "token"} | {names.get(name, name): args[name] for name in args}
+    if args.keys() - names or (not base.gpsa_layers and fields["global_pool"] != "token"):
+        return None  # only timm's code computes it
+    if base.gpsa_layers:
+        depth, heads = fields.get("depth", base.depth), fields.get("num_heads", base.num_heads)
         per_head = fields.get("embed_dim", base.embed_dim // base.num_heads)  # timm's embed_dim
-        fields["embed_dim"] = per_head * fields.get("num_heads", base.num_heads)
-        depth = fields.get("depth", base.depth)
-        fields["gpsa_layers"] = min(args.get("local_up_to_layer", base.gpsa_layers), depth)
-        if fields["gpsa_layers"] == depth:
-            fields["class_token"] = False
-    else:
-        # timm normalises after pooling, unless told not to; a token only if told to.
-        if args.get("fc_norm", fields["global_pool"] != "token"):
-            return None
-        if fields["global_pool"] not in ("token", "avg"):
-            return None
-        token = fields.get("class_token", True)
-        fields["embed_class_token"] = token and not args.get("no_embed_class", False)
+        fields["embed_dim"] = per_head * heads
+        fields["gpsa_layers"] = min(fields.get("gpsa_layers", base.gpsa_layers), depth)
+        fields["class_token"] = fields["gpsa_layers"] < depth
     return base.with_overrides(**fields)
 
 
@@ -163,8 +138,6 @@ def _transformers(folder: Path, content: Mapping[str, Any]) -> Checkpoint:
             f"it describes a transformers model of type '{content['model_type']}'; only 'cvt' is "
             f"supported"
         )
-    lists = dict.fromkeys((*CVT_STAGES, "cls_token"), list)
-    checks.shaped("it", content, {**lists, "id2label?": dict, "num_channels": int})
     kernels = content["kernel_qkv"]
     only = {
         "qkv_projection_method": ["dw_bn"] * len(kernels),  # the only one transformers can run
@@ -173,10 +146,8 @@ def _transformers(folder: Path, content: Mapping[str, Any]) -> Checkpoint:
         "cls_token": [False] * (len(kernels) - 1) + [True],
     }
     for name, value in only.items():
-        if content.get(name) != value:
-            raise UserError(
-                f"{name} is {content.get(name)!r}; only {value} is supported in transformers' CvTs"
-            )
+        if content[name] != value:
+            raise UserError(f"{name} is {content[name]!r}; only {value} is supported")
     for name in ("drop_rate", "attention_drop_rate"):
         if any(content.get(name) or ()):
             _log.warning(f"{name}={content[name]} of the weights' configuration is not used here")
@@ -194,42 +165,34 @@ def _transformers(folder: Path, content: Mapping[str, Any]) -> Checkpoint:
 
 
 def _preprocessor(path: Path) -> Preprocessing | None:
-    """The preprocessing of transformers' image processor, ConvNeXT's or ViT's; None without a file.
+    """The preprocessing of ConvNeXT's image processor, which is CvT's; None without a file.
 
     Raises:
         UserError: if it is another, or prepares images in another way.
     """
-    shape = {"image_mean": [float], "image_std": [float], "resample": int}
-    content = read_shaped(path, shape | {"crop_pct?": float, "rescale_factor?": float})
+    content = read_shaped(path, {"image_mean": [float], "image_std": [float], "resample": int})
     if content is None:
         return None
     with prefix_errors(path):
         kind = content.get("image_processor_type") or content.get("feature_extractor_type")
-        rescaled = math.isclose(content.get("rescale_factor", 1 / 255), 1 / 255, rel_tol=1e-6)
-        if not (content.get("do_resize", True) and content.get("do_rescale", True) and rescaled):
+        if not str(kind or "ConvNext").startswith("ConvNext") or content.get("do_center_crop"):
+            raise UserError(f"{kind} is not read, only ConvNextImageProcessor, which is CvT's")
+        scales = content.get("do_rescale", True) and content.get("rescale_factor", 1 / 255)
+        if not content.get("do_resize", True) or not math.isclose(scales, 1 / 255, rel_tol=1e-6):
             raise UserError("it must resize images and scale them to 0 … 1")
-        convnext = str(kind or "ConvNext").startswith("ConvNext")  # CvT's own
         size = content.get("size")
-        if isinstance(size, int):
-            size = dict.fromkeys(["shortest_edge"] if convnext else ["height", "width"], size)
-        sides = [size.get(s) for s in ("height", "width")] if isinstance(size, dict) else []
-        if convnext and isinstance(size, dict):
-            sides = [size.get("shortest_edge")] * 2
-        if content.get("do_center_crop") or not (convnext or str(kind).startswith("ViT")):
-            raise UserError(f"{kind} is not read; only ConvNextImageProcessor's and ViT's are")
-        height, width = checks.typed("img_size", sides, checks.ImageSize)
-        count, normalised = len(content["image_mean"]), content.get("do_normalize", True)
-        centre = convnext and height < _CONVNEXT_SQUASHES
+        side = size.get("shortest_edge") if isinstance(size, dict) else size
+        crops = checks.typed("img_size", side, checks.Pixels) < _CONVNEXT_SQUASHES
         fields = {
-            "img_size": (height, width),
-            "mean": content["image_mean"] if normalised else (0.0,) * count,
-            "std": content["image_std"] if normalised else (1.0,) * count,
-            "interpolation": dict(enumerate(_RESAMPLE)).get(
-                content["resample"], content["resample"]
-            ),
-            "crop_pct": (content.get("crop_pct") or 224 / 256) if centre else 1.0,
-            "crop_mode": "center" if centre else "squash",
+            "img_size": side,
+            "mean": content["image_mean"],
+            "std": content["image_std"],
+            "interpolation": dict(enumerate(_RESAMPLE)).get(content["resample"], "unknown"),
+            "crop_pct": (content.get("crop_pct") or 224 / 256) if crops else 1.0,
+            "crop_mode": "center" if crops else "squash",
         }
+        if not content.get("do_normalize", True):
+            fields |= {"mean": (0.0,) * len(fields["mean"]), "std": (1.0,) * len(fields["std"])}
         return from_dict(Preprocessing, fields)
 
 

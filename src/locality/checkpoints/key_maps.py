@@ -10,22 +10,28 @@ block, and some of their settings support only one value.
 
 from __future__ import annotations
 
+import logging
+import math
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from locality.checkpoints.native import meta_state_dict
-from locality.checkpoints.state_dict import State, check_keys
-from locality.errors import UserError
-from locality.models.config import CvTConfig, ViTConfig
+from locality.checkpoints.state_dict import State, check_keys, several_entries
+from locality.errors import UserError, some
+from locality.models.config import CvTConfig, TimmConfig, ViTConfig
+
+_log = logging.getLogger("locality")
 
 
 @dataclass(frozen=True)
 class KeyMap:
-    """The tensor names of one format; the base class renames the native ones.
+    """The tensor names of one format, converted in both directions.
 
     Attributes:
         name: the format name for `convert`.
@@ -33,39 +39,24 @@ class KeyMap:
         families: configuration classes of the models that the format holds.
         renames: replacements that turn a native name into this format's, in order, as (pattern,
             by).
+        gated: whether gated layers are as timm's, see above.
+        activation: the activation that a CvT's code computes.
+        requires: configuration → what the format's code requires, and whether it is so.
     """
 
     name: str
     title: str
-    families: tuple[Any, ...] = ()
+    families: tuple[Any, ...]
     renames: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def stems(self) -> dict[str, Any]:
-        """Name of the first layer's weight in this format → family."""
-        return {self.rename(f"{family.stem}.weight"): family for family in self.families}
+    gated: bool = False
+    activation: str | None = None
+    requires: Callable[[Any], dict[str, bool]] = lambda config: {}
 
     def rename(self, name: str) -> str:
         """Native tensor name → this format's."""
         for pattern, by in self.renames:
             name = re.sub(pattern, by, name)
         return name
-
-    def write(self, name: str, tensor: Tensor, config: Any) -> dict[str, Tensor]:
-        """Convert one native tensor to this format's tensors."""
-        return {self.rename(name): tensor}
-
-    def read(self, name: str, state: State, config: Any) -> Tensor:
-        """Read one native tensor from a state dict in this format."""
-        return state[self.rename(name)]
-
-    def dropped(self, config: Any) -> dict[str, tuple[int, ...]]:
-        """Shapes of this format's tensors without effect, which have no native counterpart."""
-        return {}
-
-    def supported(self, config: Any) -> dict[str, bool]:
-        """What this format's code requires of a model → whether the model is so."""
-        return {}
 
     def to_native(self, state: State, config: Any) -> dict[str, Tensor]:
         """Convert weights of this format to native ones.
@@ -74,121 +65,106 @@ class KeyMap:
             UserError: if a name is missing or unknown, or a shape differs from `config`'s.
         """
         blank = meta_state_dict(config)
-        expected = self._foreign_state(blank, config)
-        for name in self.dropped(config).keys() - state.keys():
+        expected = self._written(blank, config)
+        for name in self._without_effect(config).keys() - state.keys():
             del expected[name]
         check_keys(state, expected, self.title)
-        return {name: self.read(name, state, config) for name in blank}
+        native = {}
+        for name in blank:
+            parts = [state[part] for part in self._parts(name, config)]
+            tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
+            native[name] = tensor.flip(1) if self.gated and name.endswith(".v_pos") else tensor
+        return native
 
     def from_native(self, state: State, config: Any) -> dict[str, Tensor]:
         """Convert native weights to this format; tensors without effect are zeros.
 
         Raises:
-            UserError: if the format cannot hold the model, or `state` does not fit `config`.
+            UserError: if the format cannot hold the model.
         """
         if not isinstance(config, self.families):
             raise UserError(f"the format '{self.name}' does not hold {config.title}")
-        for requirement, met in self.supported(config).items():
+        for requirement, met in self.requires(config).items():
             if not met:
                 raise UserError(
                     f"{self.title} code requires {requirement}, which this model does not have; "
                     f"use the format 'locality', or --set it to write the weights anyway"
                 )
-        check_keys(state, meta_state_dict(config), "locality's")
-        return self._foreign_state(state, config)
+        return self._written(state, config)
 
-    def _foreign_state(self, state: State, config: Any) -> dict[str, Tensor]:
+    def _written(self, state: State, config: Any) -> dict[str, Tensor]:
         theirs: dict[str, Tensor] = {}
         for name, tensor in state.items():
-            theirs |= self.write(name, tensor, config)
+            parts = self._parts(name, config)
+            if self.gated and name.endswith(".v_pos"):
+                theirs[parts[0]] = tensor.flip(1)
+            elif len(parts) > 1:  # copies, since safetensors refuses views of shared memory
+                rows = tensor.tensor_split([len(tensor) * 2 // 3])
+                theirs |= zip(parts, (row.clone() for row in rows), strict=True)
+            else:
+                theirs[parts[0]] = tensor
         zeros = next(iter(state.values())).new_zeros
-        return theirs | {name: zeros(shape) for name, shape in self.dropped(config).items()}
+        return theirs | {name: zeros(size) for name, size in self._without_effect(config).items()}
 
+    def _parts(self, name: str, config: Any) -> list[str]:
+        """The names of a native tensor in this format: two for a gated layer's projection."""
+        match = re.fullmatch(r"blocks\.(\d+)\.attn\.qkv\.\w+", name) if self.gated else None
+        if match and int(match[1]) < config.gpsa_layers:
+            return [name.replace("qkv", "qk"), name.replace("qkv", "v")]
+        return [self.rename(name)]
 
-class _ViT(KeyMap):
-    def dropped(self, config: ViTConfig) -> dict[str, tuple[int, ...]]:
+    def _without_effect(self, config: Any) -> dict[str, tuple[int, ...]]:
+        """Shapes of this format's tensors that have no effect, and no native counterpart."""
+        if not self.gated:
+            return {}
         # The softmax cancels the bias of `pos_proj`, which is the same for every key. If every
         # block is gated, no class token joins and the classifier reads the first patch.
-        shapes: dict[str, tuple[int, ...]] = {
-            f"blocks.{index}.attn.pos_proj.bias": (config.num_heads,)
-            for index in range(config.gpsa_layers)
-        }
+        biases = [f"blocks.{index}.attn.pos_proj.bias" for index in range(config.gpsa_layers)]
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(biases, (config.num_heads,))
         if not config.has_class_token:
             shapes["cls_token"] = (1, 1, config.embed_dim)
         return shapes
 
-    def write(self, name: str, tensor: Tensor, config: ViTConfig) -> dict[str, Tensor]:
-        if parts := _parts(name, config):
-            sizes = (2 * config.embed_dim, config.embed_dim)
-            # Copies, since safetensors refuses views of shared memory.
-            rows = (row.clone() for row in tensor.split(sizes))
-            return dict(zip(parts, rows, strict=True))
-        return {self.rename(name): tensor.flip(1) if name.endswith(".v_pos") else tensor}
 
-    def read(self, name: str, state: State, config: ViTConfig) -> Tensor:
-        if parts := _parts(name, config):
-            return torch.cat([state[part] for part in parts])
-        tensor = state[self.rename(name)]
-        return tensor.flip(1) if name.endswith(".v_pos") else tensor
-
-    def supported(self, config: ViTConfig) -> dict[str, bool]:
-        ((rows, columns),) = config.native_grids
-        gated, pool = config.gpsa_layers, config.global_pool
-        return {
-            "positional_attention=gpsa": not gated or config.positional_attention == "gpsa",
-            "a square grid of patches": not gated or rows == columns,
-            "use_pos_embed=true": config.use_pos_embed or not config.embed_class_token,
-            "class_token=true unless all layers are gated": (
-                config.has_class_token == (gated < config.depth)
-            ),
-            "global_pool=token": pool == "token"
-            or (pool == "avg" and gated < config.depth and not config.embed_class_token),
-        }
+def _timms(config: ViTConfig) -> dict[str, bool]:
+    ((rows, columns),) = config.native_grids
+    gated, mixed = config.gpsa_layers > 0, config.gpsa_layers < config.depth
+    averages = config.global_pool == "avg" and mixed and not config.embed_class_token
+    return {
+        "positional_attention=gpsa": not gated or config.positional_attention == "gpsa",
+        "a square grid of patches": not gated or rows == columns,
+        "use_pos_embed=true": config.use_pos_embed or not config.embed_class_token,
+        "class_token=true unless all layers are gated": config.has_class_token == mixed,
+        "global_pool=token": config.global_pool == "token" or averages,
+    }
 
 
-def _parts(name: str, config: ViTConfig) -> list[str]:
-    """The two names that a gated layer's projection is split into; none for other tensors."""
-    match = re.fullmatch(r"blocks\.(\d+)\.attn\.qkv\.\w+", name)
-    gated = match and int(match[1]) < config.gpsa_layers
-    return [name.replace("qkv", part) for part in ("qk", "v")] if gated else []
+def _cvts(config: CvTConfig, activation: str, by_number: bool = False) -> dict[str, bool]:
+    """What Microsoft's and transformers' code requires.
 
-
-@dataclass(frozen=True)
-class _CvT(KeyMap):
-    """A CvT key map.
-
-    Attributes:
+    Args:
+        config: the configuration.
         activation: the activation that the code computes.
-        later_depth: transformers indexes a stage's blocks by the number of the stage, so it needs
+        by_number: transformers indexes a stage's blocks by the number of the stage, so it needs
             more of them in later stages, and a class token.
     """
-
-    activation: str = "quick_gelu"
-    later_depth: bool = False
-
-    def supported(self, config: CvTConfig) -> dict[str, bool]:
-        stages = list(enumerate(config.stages, 1))
-        token = config.has_class_token
-        requirements = {
-            f"activation={self.activation}": config.activation == self.activation,
-            "attention_scale=width": config.attention_scale == "width",
-            "projection=conv": all(stage.projection == "conv" for _, stage in stages),
-            "use_pos_embed=false": not any(stage.use_pos_embed for _, stage in stages),
-            f"global_pool={'token' if token else 'avg'}": (
-                config.global_pool == ("token" if token else "avg")
-            ),
-            "depth above 0 in every stage": all(stage.depth for _, stage in stages),
-            "one kv_stride per stage": all(len({*stage.kv_stride}) < 2 for _, stage in stages),
-            "one mlp_ratio per stage": all(len({*stage.mlp_ratio}) < 2 for _, stage in stages),
-        }
-        if self.later_depth:
-            requirements["class_token=true"] = token
-            enough = all(stage.depth >= number for number, stage in stages)
-            requirements["depth of 1, 2, 3 or more"] = enough
-        return requirements
+    stages, token = config.stages, config.has_class_token
+    pool = "token" if token else "avg"
+    return {
+        f"activation={activation}": config.activation == activation,
+        "attention_scale=width": config.attention_scale == "width",
+        "projection=conv": all(stage.projection == "conv" for stage in stages),
+        "use_pos_embed=false": not any(stage.use_pos_embed for stage in stages),
+        f"global_pool={pool}": config.global_pool == pool,
+        "one kv_stride and one mlp_ratio in each stage, and depth above 0": all(
+            len({*stage.kv_stride}) == len({*stage.mlp_ratio}) == 1 for stage in stages
+        ),
+        "class_token=true and a depth of 1, 2, 3 or more": not by_number
+        or (token and all(stage.depth >= number for number, stage in enumerate(stages, 1))),
+    }
 
 
-TIMM = _ViT(
+TIMM = KeyMap(
     "timm",
     "timm's",
     (ViTConfig,),
@@ -197,8 +173,10 @@ TIMM = _ViT(
         (r"\.v_pos$", ".pos_proj.weight"),
         (r"\.gating$", ".gating_param"),
     ),
+    gated=True,
+    requires=_timms,
 )
-MICROSOFT = _CvT(
+MICROSOFT = KeyMap(
     "microsoft",
     "Microsoft's",
     (CvTConfig,),
@@ -210,9 +188,11 @@ MICROSOFT = _CvT(
         (r"attn\.([qkv])\.norm", r"attn.conv_proj_\1.bn"),
         (r"attn\.([qkv])\.linear", r"attn.proj_\1"),
     ),
+    activation="quick_gelu",
+    requires=partial(_cvts, activation="quick_gelu"),
 )
 _CONVOLVED = r"attention.attention.convolution_projection_\1.convolution_projection."
-TRANSFORMERS = _CvT(
+TRANSFORMERS = KeyMap(
     "transformers",
     "transformers'",
     (CvTConfig,),
@@ -236,11 +216,79 @@ TRANSFORMERS = _CvT(
         (r"attn\.(\w+)\.linear", r"attention.attention.projection_\1"),
     ),
     activation="gelu",
-    later_depth=True,
+    requires=partial(_cvts, activation="gelu", by_number=True),
 )
 NATIVE = KeyMap("locality", "locality's", (ViTConfig, CvTConfig))
-OTHER_TIMM = KeyMap("timm", "timm's", renames=((r"^model\.", ""),))
-"""timm's models that this library has under PREFIX, whose configuration is always known."""
+_OTHER_TIMM = KeyMap("timm", "timm's", (TimmConfig,), ((r"^model\.", ""),))
 
 KEY_MAPS = {row.name: row for row in (NATIVE, TIMM, MICROSOFT, TRANSFORMERS)}
 """All key maps by name."""
+
+
+def recognise(state: State, config: Any) -> tuple[KeyMap, dict[str, Tensor]]:
+    """The format of a model's weights, and its tensors without a wrapper's prefix.
+
+    Prefixes are those of wrappers (`module.`, `_orig_mod.`, `model.`, any attribute of a Lightning
+    module).
+
+    Args:
+        state: the state dict.
+        config: the model's configuration.
+
+    Raises:
+        UserError: if they are of another model, of no known format, or of several models.
+    """
+    stems = {
+        key_map.rename(f"{family.stem}.weight"): (key_map, family)
+        for key_map in KEY_MAPS.values()
+        for family in key_map.families
+    }
+    if isinstance(config, TimmConfig):
+        stems = {_OTHER_TIMM.rename(next(iter(meta_state_dict(config)))): (_OTHER_TIMM, TimmConfig)}
+    owners = {
+        name.removesuffix(stem): owner
+        for name in state
+        for stem, owner in stems.items()
+        if f".{name}".endswith(f".{stem}")
+    }
+    # The names of one model may end like those of another: the shortest prefix is the model's.
+    prefixes = [one for one in owners if not any(one.startswith(o) for o in owners if o != one)]
+    if len(prefixes) > 1:
+        raise several_entries("these weights", sorted(prefix.rstrip(".") for prefix in prefixes))
+    if not prefixes:
+        raise UserError(
+            f"these weights are of no known format, whose first layers are {', '.join(stems)}; "
+            f"their first tensors are {some(state, quote='')}; if they are of a timm model, give "
+            f"its name, --model timm/NAME in training and --variant timm/NAME elsewhere"
+        )
+    (prefix,) = prefixes
+    key_map, family = owners[prefix]
+    if not isinstance(config, family):
+        raise UserError(f"these weights are of {family.title}, the model is {config.title}")
+    own = {n.removeprefix(prefix): tensor for n, tensor in state.items() if n.startswith(prefix)}
+    if others := [name for name in state if not name.startswith(prefix)]:
+        _log.warning(f"tensors outside {prefix[:-1]} are ignored: {some(others, quote='')}")
+    return key_map, own
+
+
+def fit_interface(state: State, key_map: KeyMap, config: Any, fixed: Collection[str] = ()) -> Any:
+    """`config`, with the classes, channels and square image size of the weights.
+
+    Args:
+        state, key_map: the weights and their format.
+        config: the model's configuration.
+        fixed: fields that are kept.
+    """
+    heads = [key_map.rename(f"{name}.weight") for name in config.classifiers]
+    fields: dict[str, Any] = {}
+    if heads:
+        fields["num_classes"] = max(len(state.get(head, ())) for head in heads)
+    if not isinstance(config, TimmConfig):
+        fields["in_chans"] = state[key_map.rename(f"{config.stem}.weight")].shape[1]
+    if isinstance(config, ViTConfig) and "pos_embed" in state:
+        # Keep the image size if it has as many patches.
+        patches = state["pos_embed"].shape[1] - config.embed_class_token
+        side = math.isqrt(patches)
+        if side**2 == patches != math.prod(config.native_grids[0]):
+            fields["img_size"] = side * config.patch_size
+    return replace(config, **{name: value for name, value in fields.items() if name not in fixed})

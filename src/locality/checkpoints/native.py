@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub import EvalResult, ModelCardData
 from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 
@@ -65,7 +64,6 @@ class Checkpoint:
         problem_type: what the logits mean, see `probabilities`; the model's own attribute of this
             name.
         figures: results for the model card, for example a run's `result.json`.
-        described: whether the source has the settings that shapes do not determine.
     """
 
     config: Any
@@ -75,7 +73,6 @@ class Checkpoint:
     classes: tuple[str, ...] | None = None
     problem_type: ProblemType | None = None
     figures: Mapping[str, Any] | None = None
-    described: bool = True
 
     def __post_init__(self) -> None:
         if self.preprocessing is not None:
@@ -175,44 +172,30 @@ class Checkpoint:
         fields.pop("init", None)
         if stages := fields.pop("stages", None):
             fields |= {name: [stage[name] for stage in stages] for name in stages[0]}
-        config = from_dict(family, fields, "architecture")
-        preprocessing = content.get("input")
-        if preprocessing is not None:
-            preprocessing = from_dict(Preprocessing, preprocessing, "input")
-        labels = content.get("labels")
-        classes = None if labels is None else tuple(labels)
-        about = content.get("name"), preprocessing, classes, content.get("problem_type")
-        return cls(config, state, *about)
+        prepared, labels = content.get("input"), content.get("labels")
+        return cls(
+            from_dict(family, fields, "architecture"),
+            state,
+            content.get("name"),
+            None if prepared is None else from_dict(Preprocessing, prepared, "input"),
+            None if labels is None else tuple(labels),
+            content.get("problem_type"),
+        )
 
 
 def model_card(checkpoint: Checkpoint) -> str:
     """A model card in Markdown, with the hub's metadata and any known figures."""
-    figures = checkpoint.figures or {}
     title = checkpoint.name or type(checkpoint.config).__name__.removesuffix("Config")
-    task, dataset = "image-classification", figures.get("dataset")
-    results = [
-        EvalResult(task, dataset, dataset, "accuracy", figures[key], metric_name=name)
-        for key, name in (("top1", "top-1 accuracy (%)"), ("top5", "top-5 accuracy (%)"))
-        if dataset is not None and figures.get(key) is not None
-    ]
-    data = ModelCardData(
-        library_name="locality",
-        pipeline_tag=task,
-        tags=[task, "vision-transformer"],
-        model_name=title,
-        eval_results=results or None,
-    )
     statistics = ("running_mean", "running_var", "num_batches_tracked")
     sizes = {name: tensor.numel() for name, tensor in checkpoint.state.items()}
     card = render(
         "locality.checkpoints",
         "card.md",
-        metadata=data.to_yaml(),
         title=title,
         family=title.partition("_")[0],
         parameters=sum(size for name, size in sizes.items() if not name.endswith(statistics)),
         num_classes=checkpoint.config.num_classes,
-        figures=figures,
+        figures=checkpoint.figures or {},
         input=checkpoint.preprocessing,
     )
     return card + "\n"

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -42,9 +43,10 @@ def export(
 ) -> Path:
     """Write a model as an ONNX graph that runs without this library, for any batch size.
 
-    A CvT without position embeddings also accepts images of any height and width; other models have
-    a fixed image size. The graph is the model in evaluation mode and fp32. If ONNX Runtime is
-    installed, the graph is compared with the model before it is written.
+    A CvT without position embeddings also accepts images of any height and width from twice the
+    product of its strides on; other models have a fixed image size. The graph is the model in
+    evaluation mode and fp32. If ONNX Runtime is installed, the graph is compared with the model
+    before it is written.
 
     Args:
         model: any model of this library; not modified.
@@ -63,14 +65,12 @@ def export(
     check_export_path(path, overwrite)
     require("exporting to ONNX", "locality[export]", "onnx", "onnxscript")
     checkpoint = Checkpoint.of(model, preprocessing, classes)
-    preprocessing = checkpoint.preprocessing
-    copy = checkpoint.build()
+    prepared, copy = checkpoint.preprocessing, checkpoint.build()
     axes = _dynamic_axes(copy)
-    if preprocessing is not None and 2 not in axes and preprocessing.size != copy.img_size:
+    if prepared is not None and 2 not in axes and prepared.size != copy.img_size:
         raise UserError(
-            f"the graph takes images of {copy.img_size[0]}×{copy.img_size[1]}, but the "
-            f"preprocessing resizes to {preprocessing.size[0]}×{preprocessing.size[1]}; create the "
-            f"model with img_size={preprocessing.img_size}"
+            f"the graph takes images of {copy.img_size}, but the preprocessing resizes to "
+            f"{prepared.size}; create the model with img_size={prepared.img_size}"
         )
     with torch.no_grad(), suppress_warnings():
         program = torch.export.export(copy, (_example(copy, 2),), dynamic_shapes=(axes,))
@@ -87,20 +87,11 @@ def _dynamic_axes(model: ImageClassifier) -> dict[int, Any]:
     if not isinstance(config, CvTConfig) or any(stage.use_pos_embed for stage in config.stages):
         return axes
     # torch.export specialises sizes of 1, so every grid must have at least 2, or a fixed size.
-    side = config.minimum_size
-    while _smallest_grid(config, side) < 2:
-        side += 1
+    strides = [stage.embed_stride for stage in config.stages]
+    side = 2 * math.prod(strides) * max(max(stage.kv_stride, default=1) for stage in config.stages)
     if min(model.img_size) < side:
         return axes
     return axes | {2: Dim("height", min=side), 3: Dim("width", min=side)}
-
-
-def _smallest_grid(config: CvTConfig, side: int) -> int:
-    """The shortest side of any grid of queries or keys, for an image of `side`."""
-    stages = zip(config.grids((side, side)), config.stages, strict=True)
-    return min(
-        min(*grid, *stage.kv_grid(grid, max(stage.kv_stride, default=1))) for grid, stage in stages
-    )
 
 
 def _onnx(program: torch.export.ExportedProgram, axes: dict[int, Any], description: str) -> bytes:
@@ -172,16 +163,11 @@ def open_graph(path: Path) -> tuple[Callable[[Tensor], Tensor], Checkpoint]:
         UserError: if it is not such a file.
     """
     content = read_bytes(path, _MAX_BYTES)
-    require("running an ONNX graph", "locality[export]", "onnx", "onnxruntime")
-    import onnx
-
+    require("running an ONNX graph", "locality[export]", "onnxruntime")
     with prefix_errors(path):
         with wrap_errors("it is not a valid ONNX graph", Exception):
-            nodes = onnx.load_model_from_string(content).graph.node
             session = _session(content)  # from memory, so that it cannot refer to other files
             described = session.get_modelmeta().custom_metadata_map.get(FORMAT)
-        if any(attribute.HasField("g") for node in nodes for attribute in node.attribute):
-            raise UserError("it has control flow, which may never end")
         if described is None:
             raise UserError("it was not exported by this library: it has no preprocessing")
         held = Checkpoint.from_description(parse_json(described, "its description"), {})

@@ -1,4 +1,4 @@
-"""The registry of public weights, and the accepted kinds of names and files.
+"""The registry of public weights, and the accepted kinds of names and files. Without torch.
 
 Each row has the repository, preprocessing and accuracy of public weights. Their name is the model,
 a dot, and a tag for who trained it on what: `convit_tiny.fb_in1k`. The first tag of a model is
@@ -14,13 +14,7 @@ from typing import Literal
 
 from locality.data.config import Preprocessing
 from locality.errors import UserError, lookup, unknown
-from locality.files import (
-    check_output,
-    check_output_folder,
-    check_parent,
-    missing,
-    read_yaml,
-)
+from locality.files import check_output, check_output_folder, check_parent, missing, read_yaml
 from locality.models.variants import PREFIX, VARIANTS
 from locality.runs import is_run_folder
 from locality.settings import from_dict
@@ -101,43 +95,17 @@ def detect_kind(what: Path | str, entry: str | None = None) -> Kind:
         UserError: for a URL, a model name without weights, an unknown name, or an `entry` of a
             source other than a path.
     """
-    kind = _kind(what)
-    if kind != "path":
-        check_no_entry(what, entry)
+    kind = _kind(Path(what), str(what))
+    if entry is not None and kind != "path":
+        raise UserError(f"{what} holds one set of weights and has no entry '{entry}'")
     return kind
 
 
-def check_no_entry(what: Path | str, entry: str | None) -> None:
-    """Refuse an entry of a source that holds one state dict."""
-    if entry is not None:
-        raise UserError(
-            f"{what} holds one set of weights and has no entry '{entry}'; only a PyTorch "
-            f"checkpoint may hold several"
-        )
-
-
-def graph_not_model(graph: str) -> UserError:
-    """The error for a graph where a PyTorch model is needed."""
-    return UserError(
-        f"{graph} is an exported graph, which can only be run; give the model it was exported from"
-    )
-
-
-def _kind(what: Path | str) -> Kind:
-    if not isinstance(what, str | Path):
-        raise UserError(
-            f"weights are given by path or name, not as a {type(what).__name__}; save the state "
-            f"dict to a file first"
-        )
-    path, name = Path(what), str(what)
+def _kind(path: Path, name: str) -> Kind:
     if is_run_folder(path):
         return "run"
-    if path.is_dir():
-        weight_file(path)
     if path.exists():
-        return "graph" if path.suffix == ".onnx" else "path"
-    if re.match(r"\w+://", name):
-        raise UserError(f"{name} is a URL; download the file and give its path")
+        return "graph" if weight_file(path).suffix == ".onnx" else "path"
     if name in SOURCES:
         return "public"
     if name.startswith(PREFIX):
@@ -147,27 +115,37 @@ def _kind(what: Path | str) -> Kind:
             f"'{name}' is a model without weights; give the name of public weights "
             f"(`locality models --pretrained` lists them), a run folder or a file"
         )
+    if "://" in name:
+        raise UserError(f"{name} is a URL; download the file and give its path")
     is_file = path.suffix in (*WEIGHT_SUFFIXES, ".onnx")
     if "/" not in name and not is_file:
         raise unknown("file, folder or model", name, (*SOURCES, *VARIANTS))
-    parent = path.parent
     # An existing parent folder, or `runs`, takes precedence over a user of the hub.
-    local = parent.name == "runs" or (parent != Path() and parent.is_dir())
-    if is_file or local or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+    is_local = is_file or path.parent.name == "runs" or path.parent.is_dir()
+    if is_local or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         raise missing(path)
     return "hub"
 
 
-def weight_file(folder: Path) -> Path:
-    """The file of weights in a folder.
+def graph_not_model(graph: str) -> UserError:
+    """The error for a graph where a PyTorch model is needed."""
+    return UserError(
+        f"{graph} is an exported graph, which can only be run; give the model it was exported from"
+    )
+
+
+def weight_file(path: Path) -> Path:
+    """The file of weights in a folder; a file itself.
 
     Raises:
-        FileNotFoundError: if it has none.
+        FileNotFoundError: if the folder has none.
     """
+    if not path.is_dir():
+        return path
     for name in WEIGHT_FILES:
-        if (folder / name).exists():
-            return folder / name
-    raise FileNotFoundError(f"{folder} holds no weights: it has no {' and no '.join(WEIGHT_FILES)}")
+        if (path / name).exists():
+            return path / name
+    raise FileNotFoundError(f"{path} holds no weights: it has no {' and no '.join(WEIGHT_FILES)}")
 
 
 def check_target(target: Path, to: str, overwrite: bool) -> None:
@@ -179,16 +157,12 @@ def check_target(target: Path, to: str, overwrite: bool) -> None:
     """
     if to not in KEY_MAP_NAMES:
         raise unknown("format", to, KEY_MAP_NAMES)
-    native = to == FORMAT
-    suffixes = ("", ".safetensors") if native else (".safetensors", ".pth", ".pt", ".bin")
+    suffixes = ("", ".safetensors") if to == FORMAT else (".safetensors", ".pth", ".pt", ".bin")
     if target.suffix not in suffixes:
-        kinds = "folder or a .safetensors" if native else ".safetensors, .pth, .pt or .bin"
-        raise UserError(f"the format '{to}' is written as a {kinds} file, not {target}")
-    if target.suffix:
-        check_parent(target)
-        check_output(target, overwrite)
-    else:
-        check_output_folder(target, overwrite)
+        kinds = " or ".join(suffix or "a folder" for suffix in suffixes)
+        raise UserError(f"the format '{to}' is written as {kinds}, not {target}")
+    check_parent(target)
+    (check_output if target.suffix else check_output_folder)(target, overwrite)
 
 
 def check_export_path(path: Path, overwrite: bool) -> None:

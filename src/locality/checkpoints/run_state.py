@@ -7,12 +7,12 @@ checkpoint replaces the old one only when it is on disk; the old one is kept as 
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import hashlib
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from locality.checkpoints.state_dict import unpickle
-from locality.errors import CheckpointNotSaved, NonFiniteWeights, RunFailed, UserError, one_line
+from locality.errors import CheckpointNotSaved, NonFiniteWeights, RunFailed, UserError
 from locality.files import atomic_file, open_file
 
 LAST = "last.ckpt"
@@ -61,18 +61,7 @@ def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
         if path.exists():
-            _link(path, PREVIOUS, os.replace)
-
-
-def _link(path: Path, name: str, without_links: Callable[[Path, Path], Any]) -> None:
-    """Give a checkpoint a second name, replacing any file of that name."""
-    second = path.parent / f".{name}.tmp"
-    second.unlink(missing_ok=True)
-    try:
-        os.link(path, second)
-    except OSError:  # a file system without links
-        without_links(path, second)
-    os.replace(second, path.parent / name)
+            os.replace(path, path.with_name(PREVIOUS))
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -89,15 +78,12 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
                 f"checkpoint {path} is damaged: its content does not match its checksum"
             )
         file.seek(_HEADER_BYTES)
-        try:
+        state = None
+        with contextlib.suppress(UserError):
             state = unpickle(file, path)
-            if not state.keys() >= _KEYS:
-                raise KeyError(*_KEYS - state.keys())
-            return state
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise DamagedCheckpoint(
-                f"checkpoint {path} does not hold the state of a run: {one_line(error)}"
-            ) from error
+        if not isinstance(state, dict) or not state.keys() >= _KEYS:
+            raise DamagedCheckpoint(f"checkpoint {path} does not hold the state of a run")
+        return state
 
 
 def _expected_header(file: IO[bytes]) -> bytes:
@@ -157,11 +143,10 @@ class CheckpointFolder:
             cause = error if isinstance(error, OSError) else error.__context__
             if not isinstance(cause, OSError):
                 raise
-            full = cause.errno == errno.ENOSPC
             raise CheckpointNotSaved(
                 f"the checkpoint of step {step} could not be written to {self.path} "
-                f"({'the disk is full' if full else cause.strerror or cause}); {self._kept()}. "
-                f"Free some space and repeat the command"
+                f"({cause.strerror or cause}); {self._kept()}. Free some space and repeat the "
+                f"command"
             ) from error
         self.saved_step = step
 
@@ -172,9 +157,15 @@ class CheckpointFolder:
 
     def keep_best(self) -> None:
         """Keep the last checkpoint also as the best."""
-        last = self.path / LAST
         # The last one is missing if the run resumed from the previous one.
-        _link(last if last.exists() else self.path / PREVIOUS, BEST, shutil.copyfile)
+        last = next(file for name in (LAST, PREVIOUS) if (file := self.path / name).exists())
+        second = self.path / f".{BEST}.tmp"
+        second.unlink(missing_ok=True)
+        try:
+            os.link(last, second)
+        except OSError:  # a file system without links
+            shutil.copyfile(last, second)
+        os.replace(second, self.path / BEST)
 
     def load(self) -> tuple[dict[str, Any] | None, str, list[str]]:
         """The newest intact checkpoint, or None if none was written.

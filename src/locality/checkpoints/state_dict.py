@@ -7,7 +7,6 @@ unpickler for tensors and containers.
 from __future__ import annotations
 
 import argparse
-import logging
 import pickle
 import re
 from collections.abc import Iterable, Mapping
@@ -23,8 +22,6 @@ from locality.files import open_file
 
 State = Mapping[str, Tensor]
 
-_log = logging.getLogger("locality")
-
 # The ConViT authors' files hold their command line and paths, which are read as pure ones.
 ALLOWED_CLASSES: tuple[Any, ...] = (
     argparse.Namespace,
@@ -38,14 +35,6 @@ ALLOWED_CLASSES: tuple[Any, ...] = (
 """Classes that a pickle may name besides torch's tensors and containers, with their name in the
 pickle if it differs."""
 
-_NAMED_GLOBAL = re.compile(r"GLOBAL (\S+)")
-# First bytes of files that are not weights.
-_OTHERS = {
-    b"version https://git-lfs": "a git-lfs pointer; fetch the weights with `git lfs pull`",
-    b"<!doctype": "a web page, not weights",
-    b"<html": "a web page, not weights",
-}
-
 
 def check_keys(state: State, expected: State, owner: str) -> None:
     """Check the names and shapes of a state dict.
@@ -58,23 +47,24 @@ def check_keys(state: State, expected: State, owner: str) -> None:
     Raises:
         UserError: naming missing and unknown tensors, and those of another shape or dtype.
     """
-    wrong = []
-    for name in state.keys() & expected.keys():
-        tensor, wanted = state[name], expected[name]
-        if tensor.shape != wanted.shape:
-            wrong.append(f"{name} is {tuple(tensor.shape)} instead of {tuple(wanted.shape)}")
-        elif tensor.is_floating_point() != wanted.is_floating_point():
-            wrong.append(f"{name} holds {tensor.dtype} instead of {wanted.dtype}")
+
+    def form(tensor: Tensor) -> str:
+        kind = "numbers" if tensor.is_floating_point() else "integers"
+        return f"{tuple(tensor.shape)} of {kind}"
+
+    forms = {name: (form(state[name]), form(expected[name])) for name in state if name in expected}
     faults = {
         "missing": [name for name in expected if name not in state],
         "unknown": [name for name in state if name not in expected],
-        "of another shape": sorted(wrong),
+        "of another shape": [
+            f"{name} is {own} instead of {wanted}"
+            for name, (own, wanted) in sorted(forms.items())
+            if own != wanted
+        ],
     }
     if any(faults.values()):
-        said = "; ".join(
-            f"{what}: {some(names, quote='')}" for what, names in faults.items() if names
-        )
-        raise UserError(f"these weights do not fit the model ({owner} names); {said}")
+        said = [f"{what}: {some(names, quote='')}" for what, names in faults.items() if names]
+        raise UserError(f"these weights do not fit the model ({owner} names); {'; '.join(said)}")
 
 
 def check_finite(state: State) -> None:
@@ -83,12 +73,7 @@ def check_finite(state: State) -> None:
     Raises:
         UserError: naming the tensors that contain NaN or infinity.
     """
-    broken = [
-        name
-        for name, tensor in state.items()
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all()
-    ]
-    if broken:
+    if broken := [name for name, tensor in state.items() if not tensor.isfinite().all()]:
         raise UserError(f"these weights contain NaN or infinity, in {some(broken, quote='')}")
 
 
@@ -112,13 +97,9 @@ def read_state(
     """
     path, metadata = Path(path), dict[str, str]()
     with open_file(path) as file:
-        start = file.read(512).lower()
+        start = file.read(9)
         file.seek(0)
-        text = start.lstrip()
-        what = next((what for first, what in _OTHERS.items() if text.startswith(first)), "")
-        if what or not start:
-            raise UserError(f"{path} is {what or 'empty'}")
-        if start[8:9] != b"{":
+        if start[8:] != b"{":
             content = unpickle(file, path)
         else:
             damaged = f"{path} is damaged or truncated"
@@ -147,91 +128,43 @@ def unpickle(file: IO[bytes], path: Path | str) -> Any:
     try:
         with torch.serialization.safe_globals([*ALLOWED_CLASSES]):
             return torch.load(file, map_location="cpu", weights_only=True)
-    # Arbitrary input may raise anything.
-    except Exception as error:
-        if wanted := _NAMED_GLOBAL.search(str(error)):
-            raise UserError(
-                f"{path} was refused, and nothing in it was run: it would call {wanted[1]}. Only "
-                f"files of tensors are read; save model.state_dict()"
-            ) from error
-        if isinstance(error, pickle.UnpicklingError):
-            what = "is neither a safetensors nor a PyTorch file of tensors"
-        elif "TorchScript" in str(error):
-            what = "is a TorchScript program, not weights; save the model's state_dict instead"
-        else:
-            what = f"is damaged or truncated: {one_line(error)}"
+    except Exception as error:  # arbitrary input may raise anything
+        what = f"is damaged, truncated or not a file of tensors: {one_line(error)}"
+        if named := re.search(r"GLOBAL (\S+)", str(error)):
+            what = f"was refused, and nothing in it was run: it would call {named[1]}"
+        elif isinstance(error, pickle.UnpicklingError):
+            what = "is neither a safetensors nor a PyTorch file; a failed download, or git-lfs?"
         raise UserError(f"{path} {what}") from error
 
 
 def _select_state_dict(content: Any, entry: str | None, path: Path) -> dict[str, Tensor]:
     """The selected, or only, state dict in a file's content."""
-    if not isinstance(content, Mapping):
-        raise UserError(f"{path} holds a {type(content).__name__}, not a state dict")
     if _is_state_dict(content):
         states = {"": content}
     else:
-        states = {str(name): value for name, value in content.items() if _is_state_dict(value)}
-    if not states:
-        entries = some(map(str, content), quote="") or "none"
-        raise UserError(f"{path} holds no state dict; its entries are: {entries}")
-    if entry is None and len(states) > 1:
-        raise several_entries(path, states)
-    chosen = states.get(entry or "", next(iter(states.values())))
-    state = {str(name): tensor for name, tensor in chosen.items()}
-    if entry is None or entry in states:
-        return state
-    inside = {
-        name.removeprefix(f"{entry}."): tensor
-        for name, tensor in state.items()
-        if name.startswith(f"{entry}.")
-    }
+        entries = content if isinstance(content, Mapping) else {}
+        states = {str(name): value for name, value in entries.items() if _is_state_dict(value)}
+        if not states:
+            held = some(map(str, entries), quote="") or f"a {type(content).__name__}"
+            raise UserError(f"{path} holds no state dict, but {held}")
+    if entry in states:
+        return {str(name): tensor for name, tensor in states[entry].items()}
+    # Without an entry, or with the prefix of some tensors as one, there is only one.
+    state, prefix = next(iter(states.values())), f"{entry}." if entry else ""
+    inside = {str(n).removeprefix(prefix): state[n] for n in state if str(n).startswith(prefix)}
     if len(states) > 1 or not inside:
-        held = ", ".join(filter(None, states)) or "one without a name; omit the entry"
-        raise UserError(f"{path} has no state dict '{entry}'; it has: {held}")
+        raise several_entries(path, states)
     return inside
 
 
-def several_entries(path: Path, entries: Iterable[str]) -> UserError:
-    """The error for a file with several state dicts and no `entry`."""
+def several_entries(path: Path | str, entries: Iterable[str]) -> UserError:
+    """The error for a file with several state dicts and no valid `entry`."""
+    names = some(filter(None, entries), 10, quote="") or "one without a name; omit the entry"
     return UserError(
-        f"{path} holds several state dicts ({some(entries, 10, quote='')}); choose one with "
-        f"--entry NAME (entry= in Python)"
+        f"choose a state dict of {path} with --entry NAME (entry= in Python); it has: {names}"
     )
 
 
 def _is_state_dict(value: Any) -> bool:
-    return (
-        isinstance(value, Mapping)
-        and len(value) > 0
-        and all(isinstance(tensor, Tensor) for tensor in value.values())
-    )
-
-
-def unwrap(state: State, stems: Iterable[str], path: Path) -> dict[str, Tensor]:
-    """The tensors of the only model in a state dict, without a wrapper's prefix.
-
-    Prefixes are those of wrappers (`module.`, `_orig_mod.`, `model.`, any attribute of a Lightning
-    module).
-
-    Args:
-        state: the state dict.
-        stems: the names that the first tensor of a model may have.
-        path: its file, for messages.
-
-    Raises:
-        UserError: if there are several models, for example a student and its teacher.
-    """
-    candidates = {
-        name.removesuffix(stem)
-        for name in state
-        for stem in stems
-        if f".{name}".endswith(f".{stem}")
-    }
-    # The names of one model may end like those of another: the shortest prefix is the model's.
-    prefixes = [one for one in candidates if not any(one.startswith(o) for o in candidates - {one})]
-    if len(prefixes) > 1:
-        raise several_entries(path, sorted(prefix.rstrip(".") for prefix in prefixes))
-    prefix = "".join(prefixes)
-    if others := [name for name in state if not name.startswith(prefix)]:
-        _log.warning(f"{path}: tensors outside {prefix[:-1]} are ignored: {some(others, quote='')}")
-    return {name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)}
+    tensors = value.values() if isinstance(value, Mapping) else ()
+    return bool(tensors) and all(isinstance(tensor, Tensor) for tensor in tensors)
