@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,21 +104,19 @@ class Experiment:
 
     def add(self, row: str, column: str, measure: Measure, runs: Iterable[Run]) -> Key:
         """Add a measure of runs that differ in their seed."""
-        paper = self.published(row, column)
-        runs = tuple(runs)
-        self.cells[row, column] = Cell(runs, measure, paper=paper and paper.value)
-        return row, column
+        return self._set(row, column, Cell(tuple(runs), measure))
 
     def fixed(self, row: str, column: str, value: float | Callable[[], float]) -> Key:
         """Add a number that needs no runs."""
-        paper = self.published(row, column)
-        self.cells[row, column] = Cell(value=value, paper=paper and paper.value)
-        return row, column
+        return self._set(row, column, Cell(value=value))
 
     def missing(self, row: str, column: str, reason: str) -> Key:
         """Add a number that does not exist at this scale."""
+        return self._set(row, column, Cell(absent=reason))
+
+    def _set(self, row: str, column: str, cell: Cell) -> Key:
         paper = self.published(row, column)
-        self.cells[row, column] = Cell(absent=reason, paper=paper and paper.value)
+        self.cells[row, column] = replace(cell, paper=paper and paper.value)
         return row, column
 
     def derive(self, row: str, column: str, effect: Effect) -> Key:
@@ -392,7 +390,4 @@ def relative_gain(convit: Key, deit: Key) -> Effect:
 
 def largest(*values: Any) -> Any:
     """The largest of numbers, or seed by seed; missing where any is."""
-    found = values[0]
-    for value in values[1:]:
-        found = (found + value + abs(found - value)) / 2
-    return found
+    return reduce(np.maximum, values)

@@ -1,4 +1,4 @@
-"""Measures use the real forward pass; the released variant matches the authors' script."""
+"""Measures use the real forward pass."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from locality.errors import UserError
 from locality.models import ConvolutionalAttention, build
 
 
-def test_record_is_the_mean_and_deviation_over_images(convit, images):
+def test_record_is_the_mean_over_images(convit, images):
     record = measure_model(convit.train(), images, batch_size=4)
     assert convit.training
     with pytest.raises(UserError, match="image"):
@@ -25,14 +25,8 @@ def test_record_is_the_mean_and_deviation_over_images(convit, images):
         maps = view.maps
         values = measures.nonlocality(maps.mixed, (4, 4), prefix_tokens=maps.prefix_tokens).double()
         assert layer["nonlocality"]["mean"] == pytest.approx(values.mean(0).tolist(), abs=1e-6)
-        deviation = values.std(0, unbiased=False)
-        assert layer["nonlocality"]["std"] == pytest.approx(deviation.tolist(), abs=1e-6)
         assert layer["nonlocality"]["layer_mean"] == pytest.approx(values.mean().item(), abs=1e-6)
-        spread = values.mean(1).std(unbiased=False).item()
-        assert layer["nonlocality"]["layer_std"] == pytest.approx(spread, abs=1e-6)
     assert [layer["kind"] for layer in record["layers"]] == ["gpsa"] * 3 + ["sa"]
-    assert record["layers"][3]["class_token_share"] is not None
-    assert record["layers"][0]["class_token_share"] is None
 
 
 def test_record_survives_json_and_has_no_nan(convit, images):
@@ -75,5 +69,3 @@ def test_cvt_is_measured_with_its_key_strides(shaken):
     # As records of earlier versions are read, which do not have the stride.
     grids = {name: first[name] for name in ("grid", "key_grid")}
     assert measures.uniform_nonlocality(grids) == pytest.approx(away.mean().item())
-    last = record["layers"][-1]
-    assert last["class_token_share"] is not None and last["grid"] == [4, 5]

@@ -7,7 +7,6 @@ import pytest
 
 from locality.analysis.pictures import LayerPicture, Pictures
 from locality.figures.maps import REACH, map_to_rgb, maps, uniform_colour
-from locality.figures.style import figure_bytes
 
 
 @pytest.fixture
@@ -35,16 +34,6 @@ def test_a_row_shows_one_image_or_their_mean_and_boxes_the_query_on_the_keys_gri
         np.testing.assert_allclose(axes.images[0].get_array(), layer.mixed[image, 0], atol=1e-3)
     (mean, *_) = panels(maps([("ours", pictures(layer))], [0], heads=2, image=None))
     np.testing.assert_allclose(mean.images[0].get_array(), layer.mixed[:, 0].mean(0))
-
-
-def test_a_figure_has_an_input_and_a_panel_per_head(layer):
-    twice = [("ours", pictures(layer)), ("ours", pictures(layer, layer))]
-    figure = maps(twice, [0], heads=4)
-    assert len(panels(figure)) == 1 + 3 + 3
-    box = panels(figure)[0].patches[0]
-    assert (box.get_xy(), box.get_width()) == ((2 - 0.5, 5 - 0.5), 1)
-    text = figure_bytes(figure, "svg").decode()
-    assert all(words in text for words in ("layer 1", "(a) input", "(b) ours", "(c) ours"))
 
 
 def test_the_query_is_boxed_where_images_are_not_square():

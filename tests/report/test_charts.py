@@ -1,11 +1,10 @@
 import numpy as np
 import pytest
-from matplotlib.colors import to_hex
 
-from locality.analysis.runs import RecordedRun, baseline_pairs, group, read_runs
+from locality.analysis.runs import baseline_pairs, group, read_runs
 from locality.analysis.statistics import Estimate, estimate, mean_curve
 from locality.figures import charts
-from locality.figures.style import family_colour, figure_bytes
+from locality.figures.style import figure_bytes
 from locality.report import page
 
 
@@ -36,15 +35,6 @@ def test_whiskers_end_at_accuracies_that_there_are(make_run):
     assert (low, high) == pytest.approx((estimate([94.0, 96.0]).low, 100))
 
 
-def test_a_model_has_its_familys_colour(make_run):
-    runs = [make_run(model, top1=94.0, measured=False) for model in ("convit_nano", "deit_nano")]
-    groups = group(read_runs(runs))
-    axes = charts.chart(charts.draw_accuracy, groups).axes[0]
-    for number, one in enumerate(groups):
-        drawn = [line for line in axes.lines if number in line.get_ydata()]
-        assert {to_hex(line.get_color()) for line in drawn} == {family_colour(one.family)}
-
-
 def test_a_confusion_is_as_opaque_as_its_share_of_the_labels(make_run):
     matrix = np.array([[3, 1], [0, 2]])
     axes = charts.chart(charts.draw_confusion, matrix, ["a", "b"]).axes[0]
@@ -72,17 +62,6 @@ def test_baselines_are_found_by_the_table_of_models(make_run):
     assert (found.first.model, found.second.model) == ("convit_nano", "deit_nano")
 
 
-@pytest.mark.parametrize(
-    ("depth", "expected"), [(12, [1, 5, 8, 12]), (4, [1, 2, 3, 4]), (2, [1, 2]), (1, [1])]
-)
-def test_layers_are_chosen_from_first_to_last(make_run, depth, expected):
-    (run,) = read_runs([make_run()])
-    assert isinstance(run, RecordedRun)
-    pictures = run.pictures()
-    pictures.layers[:] = [pictures.layers[0]] * depth
-    assert [row["layer"] for row in page._maps(pictures, 0)] == expected
-
-
 def test_numbers_in_sentences():
     assert charts.percent(0.05) == "5%" and charts.percent(0.005) == "0.5%"
     assert page.format_estimate(Estimate(69.04, 2.06, 5)) == "69.0 ± 2.1"
@@ -106,10 +85,3 @@ def test_names_are_no_mathematics():
     figure = charts.chart(charts.draw_confusion, np.eye(3, dtype=np.int64), names)
     svg = figure_bytes(figure, "svg").decode()
     assert r">$\frac{$</text>" in svg and "$y$</text>" in svg and "a_b^c</text>" in svg
-
-
-def test_long_names_are_told_apart():
-    names = [letter * 50 for letter in "abc"]
-    axes = charts.chart(charts.draw_confusion, np.eye(3, dtype=np.int64), names).axes[0]
-    shown = [label.get_text() for label in axes.get_yticklabels()]
-    assert [text[0] for text in shown] == ["a", "b", "c"]

@@ -60,13 +60,6 @@ def test_runs_on_different_images_are_refused(make_run, tmp_path):
         build_report(runs, tmp_path / "other.html")
 
 
-def test_cvt_is_a_series_of_its_own(make_run, tmp_path):
-    runs = [make_run(model) for model in ("cvt_nano", "deit_nano", "convit_nano")]
-    text = text_of(build_report(runs, tmp_path / "r.html").read_text())
-    assert "CvT, after training" in text
-    assert text.count("percentage points") == 1  # only the baselines are compared
-
-
 def test_the_baseline_may_win_or_nothing_be_decided(make_run_in, tmp_path):
     for tops, said in (((71.0, 79.0, 74.0), "not significant"), ((90.0, 80.0, 85.0), "10.0")):
         root = tmp_path / said

@@ -61,7 +61,6 @@ def explorer_page(
     subjects: Sequence[Classifier],
     images: Sequence[Image.Image],
     names: Sequence[str] | None = None,
-    shown: Sequence[Image.Image] | None = None,
     labels: Sequence[str] = (),
 ) -> str:
     """The explorer of one or more models on some images, as HTML.
@@ -70,7 +69,6 @@ def explorer_page(
         subjects: one to four models, shown side by side.
         images: the images, preprocessed for each model.
         names: names of the images; numbered by default.
-        shown: the images to display; `high_resolution_crop` of `images` by default.
         labels: class of each image, shown if a model has this class; or empty.
 
     Raises:
@@ -80,8 +78,7 @@ def explorer_page(
     images = [to_rgb(image, subjects[0].preprocessing.decoding) for image in images]
     observed = [_observe(subject, prepare_sample(subject, images).images) for subject in subjects]
     models = [about for about, _ in observed]
-    if shown is None:
-        shown = [high_resolution_crop(image, subjects[0].preprocessing) for image in images]
+    shown = [high_resolution_crop(image, subjects[0].preprocessing) for image in images]
     known = known_labels(labels, subjects)
     pictures = [
         {

@@ -4,8 +4,7 @@ Shapes:  B images · h heads · Nq queries · Nk keys · (H, W) token grid, row-
 
 An attention map is (B, h, Nq, Nk); its rows sum to one. The first `prefix_tokens` rows and columns
 are class tokens, also for a coarser key grid; patches follow. Distances are in units of query
-tokens. A measure is one number per image and head, (B, h); `measure_model` returns their means and
-standard deviations.
+tokens. A measure is one number per image and head, (B, h); `measure_model` returns their means.
 """
 
 from __future__ import annotations
@@ -150,11 +149,6 @@ def entropy(attention: Tensor, prefix_tokens: int = 0) -> Tensor:
     return (spread if mass is None else spread / mass + mass.log()).nanmean(dim=-1)
 
 
-def class_token_share(attention: Tensor, prefix_tokens: int) -> Tensor:
-    """The fraction of attention from patches to the class token, averaged over patches: (B, h)."""
-    return attention[..., prefix_tokens:, :prefix_tokens].sum(dim=-1).mean(dim=-1)
-
-
 class Focus(NamedTuple):
     """Centre and width of each head's positional attention.
 
@@ -203,11 +197,9 @@ def measure_model(model: nn.Module, images: Tensor, batch_size: int | None = Non
         has its `name`, `kind` ("gpsa", "psa" or "sa"), `grid`, `key_grid`, `key_stride`,
         `key_offset` and
 
-        - `nonlocality`, `entropy`: {"mean", "std"} with one number per head, over images;
-            "layer_mean" and "layer_std" for the mean over heads (Eq. 8);
+        - `nonlocality`, `entropy`: {"mean"} with one number per head, over images, and
+            "layer_mean" for the mean over heads (Eq. 8);
         - `content_nonlocality`, `position_nonlocality`: per head, null if the layer lacks the part;
-        - `class_token_share`: per head, attention from patches to the class token; null without
-            one;
         - `gates` σ(λ), `centres` Δ, `strengths` α, `spans`: per head, null if undefined.
 
     Raises:
@@ -241,14 +233,11 @@ def _per_image(view: LayerView) -> dict[str, Tensor]:
     maps = view.maps
     prefix = maps.prefix_tokens
     geometry = (maps.query_grid, maps.key_grid, prefix, maps.key_stride, maps.key_offset)
-    values = {
+    return {
         "nonlocality": nonlocality(maps.mixed, *geometry),
         "entropy": entropy(maps.mixed, prefix),
         "content_nonlocality": nonlocality(maps.content, *geometry),
     }
-    if prefix:
-        values["class_token_share"] = class_token_share(maps.mixed, prefix)
-    return values
 
 
 def _layer_record(view: LayerView) -> Record:
@@ -273,24 +262,14 @@ def _layer_record(view: LayerView) -> Record:
 
 
 def _aggregate(values: dict[str, Tensor]) -> Record:
-    """Means and standard deviations of measures (n, h) over images."""
-    record: Record = {}
+    """Means of measures (n, h) over images."""
+    record: Record = {"content_nonlocality": _to_json(values["content_nonlocality"].nanmean(dim=0))}
     for name in ("nonlocality", "entropy"):
-        per_layer = values[name].nanmean(dim=1)
         record[name] = {
             "mean": _to_json(values[name].nanmean(dim=0)),
-            "std": _to_json(_nanstd(values[name])),
-            "layer_mean": _to_json(per_layer.nanmean()),
-            "layer_std": _to_json(_nanstd(per_layer)),
+            "layer_mean": _to_json(values[name].nanmean(dim=1).nanmean()),
         }
-    for name in ("class_token_share", "content_nonlocality"):
-        record[name] = _to_json(values[name].nanmean(dim=0)) if name in values else None
     return record
-
-
-def _nanstd(values: Tensor) -> Tensor:
-    """Population standard deviation over the first dimension, ignoring nan."""
-    return (values - values.nanmean(dim=0)).square().nanmean(dim=0).sqrt()
 
 
 def _to_json(values: Tensor | None) -> Any:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from scipy.special import stdtr, stdtrit
+from scipy.stats import binomtest
 
 
 @dataclass(frozen=True)
@@ -154,10 +155,8 @@ def mean_curve(
 
 def proportion_interval(share: float, count: int) -> tuple[float, float]:
     """Wilson's 95% interval of a share that was seen in `count` independent trials."""
-    z = _quantile(math.inf)
-    centre = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
-    return centre - half, centre + half
+    found = binomtest(round(share * count), count).proportion_ci(method="wilson")
+    return float(found.low), float(found.high)
 
 
 def paired_difference(

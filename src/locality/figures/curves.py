@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from operator import itemgetter
-from statistics import fmean
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
@@ -35,7 +32,7 @@ _MAX_COLUMNS = 4
 _PANEL = (3.4, 2.9)
 
 
-def draw(panels: Sequence[Record], title: str | None = None) -> Figure:
+def draw(panels: Sequence[Record]) -> Figure:
     """Draw panels side by side; empty ones are skipped.
 
     Args:
@@ -43,7 +40,6 @@ def draw(panels: Sequence[Record], title: str | None = None) -> Figure:
             lines), optionally `y_range`, and `series`, each with `label`, `colour` (see
             `resolve_colour`), `dashed`, `band`, `empty` (the reason, or None), `x`, `mean` and
             `half_width`.
-        title: title of the figure.
     """
     panels = [panel for panel in panels if filled(panel)]
     if not panels:
@@ -52,8 +48,6 @@ def draw(panels: Sequence[Record], title: str | None = None) -> Figure:
     rows = math.ceil(len(panels) / columns)
     with settings():
         figure = Figure(figsize=(_PANEL[0] * columns, _PANEL[1] * rows))
-        if title is not None:
-            figure.suptitle(title, fontsize=10, fontweight="bold")
         grid = figure.subplots(rows, columns, squeeze=False).flatten()
         for axes, panel in zip(grid, panels, strict=False):
             _draw_panel(axes, panel)
@@ -170,57 +164,9 @@ def resolve_colour(name: str) -> str:
     return named[name] if name in named else family_colour(name)
 
 
-@dataclass(frozen=True)
-class Line:
-    """A series of a panel over training.
-
-    Attributes:
-        label, colour, dashed, band: see `draw`.
-        values: maps a run's `analysis.recording.measure_trajectory` to one value per epoch.
-    """
-
-    label: str
-    colour: str
-    values: Callable[[Record], Sequence[float]]
-    dashed: bool = False
-    band: bool = True
-
-    def curve(self, trajectory: Record) -> Record:
-        """The curve of one run, as x and y."""
-        return {"x": trajectory["epochs"], "y": list(self.values(trajectory))}
-
-
-def nonlocality_lines(layers: int) -> list[Line]:
-    """One line per layer, dark to bright, and uniform attention, in `nonlocality_unit`."""
-
-    def of(index: int) -> Callable[[Record], Sequence[float]]:
-        def values(trajectory: Record) -> list[float]:
-            layer = trajectory["layers"][index]
-            divisor = nonlocality_unit(trajectory["layers"])[1](layer)
-            return [value / divisor for value in layer["nonlocality"]]
-
-        return values
-
-    def uniform(trajectory: Record) -> list[float]:
-        return [nonlocality_unit(trajectory["layers"])[2]] * len(trajectory["epochs"])
-
-    lines = [Line(f"layer {n + 1}", f"depth:{n / layers}", of(n)) for n in range(layers)]
-    return [*lines, Line("uniform attention", "", uniform, dashed=True, band=False)]
-
-
-def gate_lines(layer: int, heads: int) -> list[Line]:
-    """σ(λ) of each head of a gated layer, and their mean in black."""
-
-    def of(value: Callable[[list[float]], float]) -> Callable[[Record], Sequence[float]]:
-        return lambda found: [value(gates) for gates in found["layers"][layer]["gates"]]
-
-    shades = (f"depth:{n / heads}" for n in range(heads))
-    lines = [Line(f"head {n + 1}", c, of(itemgetter(n)), band=False) for n, c in enumerate(shades)]
-    return [*lines, Line("mean", "ink", of(fmean))]
-
-
 def nonlocality_panels(measured: Sequence[tuple[str, Sequence[Record]]]) -> list[Record]:
-    """One panel per group of runs (Figs. 5, 10, 13).
+    """One panel per group of runs (Figs. 5, 10, 13): a line per layer, dark to bright, and uniform
+    attention, in `nonlocality_unit`.
 
     Args:
         measured: label and one `analysis.recording.measure_trajectory` per seed of each group.
@@ -228,26 +174,48 @@ def nonlocality_panels(measured: Sequence[tuple[str, Sequence[Record]]]) -> list
     panels = []
     for label, seeds in measured:
         layers = seeds[0]["layers"]
-        unit = f"nonlocality ({nonlocality_unit(layers)[0]})"
-        panels.append(_over_epochs(label, unit, nonlocality_lines(len(layers)), seeds))
+        unit, divisor, everywhere = nonlocality_unit(layers)
+        panel = _over_epochs(label, f"nonlocality ({unit})")
+        for n, layer in enumerate(layers):
+            of = [np.array(seed["layers"][n]["nonlocality"]) / divisor(layer) for seed in seeds]
+            panel["series"].append(_line(f"layer {n + 1}", f"depth:{n / len(layers)}", seeds, of))
+        even = [np.full(len(seed["epochs"]), everywhere) for seed in seeds]
+        line = _line("uniform attention", "", seeds, even, dashed=True, band=False)
+        panel["series"].append(line)
+        panels.append(panel)
     means = [value for panel in panels for series in panel["series"] for value in series["mean"]]
     return [panel | {"y_range": (0, 1.05 * max(means, default=1))} for panel in panels]
 
 
 def gate_panels(seeds: Sequence[Record]) -> list[Record]:
-    """One panel per gated layer (Figs. 6, 14)."""
-    return [
-        _over_epochs(f"layer {n + 1}", "gate σ(λ)", gate_lines(n, len(layer["gates"][0])), seeds)
-        | {"y_range": (0, 1)}
-        for n, layer in enumerate(seeds[0]["layers"])
-        if layer.get("gates")
-    ]
+    """One panel per gated layer (Figs. 6, 14): σ(λ) of each head, and their mean in black."""
+    panels = []
+    for n, layer in enumerate(seeds[0]["layers"]):
+        if layer.get("gates"):
+            panel = _over_epochs(f"layer {n + 1}", "gate σ(λ)") | {"y_range": (0, 1)}
+            gates = [np.array(seed["layers"][n]["gates"]) for seed in seeds]
+            heads = gates[0].shape[1]
+            panel["series"] = [
+                _line(f"head {h + 1}", f"depth:{h / heads}", seeds, [of[:, h] for of in gates],
+                      band=False)
+                for h in range(heads)
+            ]  # fmt: skip
+            mean = _line("mean", "ink", seeds, [of.mean(axis=1) for of in gates])
+            panel["series"].append(mean)
+            panels.append(panel)
+    return panels
 
 
-def _over_epochs(title: str, y_label: str, lines: list[Line], seeds: Sequence[Record]) -> Record:
-    series = [
-        {**vars(line), "empty": None} | mean_curve([line.curve(trajectory) for trajectory in seeds])
-        for line in lines
-    ]
-    plain: Record = {"x_label": "epochs", "log_x": False, "scatter": False}
-    return plain | {"title": title, "y_label": y_label, "series": series}
+def _over_epochs(title: str, y_label: str) -> Record:
+    panel: Record = {"title": title, "x_label": "epochs", "y_label": y_label}
+    return panel | {"log_x": False, "scatter": False, "series": []}
+
+
+def _line(
+    label: str, colour: str, seeds: Sequence[Record], values: Sequence[Any],
+    dashed: bool = False, band: bool = True,
+) -> Record:  # fmt: skip
+    """A series of one array of values by epoch per seed; see `draw`."""
+    curves = [{"x": of["epochs"], "y": y} for of, y in zip(seeds, values, strict=True)]
+    look = {"label": label, "colour": colour, "dashed": dashed, "band": band, "empty": None}
+    return look | mean_curve(curves)

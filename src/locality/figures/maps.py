@@ -93,7 +93,6 @@ def _heads(rows: Sequence[tuple[str, LayerPicture]], heads: int | Sequence[int])
 def initial_maps(
     chosen: Sample,
     model: str | Architecture,
-    place: tuple[float, float] = (0.5, 0.5),
     seed: int = 0,
     heads: int | Sequence[int] = 4,
 ) -> Figure:
@@ -104,7 +103,6 @@ def initial_maps(
     Args:
         chosen: one image, preprocessed for the model.
         model: name or configuration of a ConViT.
-        place: the query position, as fractions of (height, width).
         seed: seed of the initialisation.
         heads: see `maps`.
     """
@@ -116,7 +114,7 @@ def initial_maps(
     for title, changes in variants.items():
         torch.manual_seed(seed)
         network = build(model, **changes)
-        captured.append((title, capture_pictures(network, chosen, place)))
+        captured.append((title, capture_pictures(network, chosen)))
     return maps(captured, layers=[0], heads=heads, per_map_scale=True)
 
 
