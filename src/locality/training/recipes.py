@@ -411,7 +411,7 @@ def finetune(
     finetune FOLDER --from WEIGHTS`: a run folder, a file, public weights, or "timm/" and a timm
     model name. Architecture and preprocessing are then those of the weights; the batch is chosen as
     in `photos`. `--model.img_size` changes the resolution.
-    Cost: ten minutes, or 50 passes over the images.
+    Cost: ten minutes.
     Expect: depends on the images.
     """
     scratch = photos(model, img_size)
