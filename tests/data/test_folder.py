@@ -58,8 +58,7 @@ def test_other_names_of_parts(train_val, train, val):
 
 
 def test_names_that_speak_of_no_part():
-    for name in ("trainer", "evaluation", "testament", "valley", "devil", "tra"):
-        assert part_of(name) is None, name
+    assert not any(map(part_of, ("trainer", "evaluation", "testament", "valley", "devil", "tra")))
 
 
 @pytest.mark.parametrize(

@@ -146,15 +146,6 @@ def test_a_global_batch_is_the_same_however_it_is_divided(digits, world_size, ac
             assert torch.equal(part.targets, whole[step].targets[first::parts])
 
 
-def test_repeated_images_go_to_different_processes(digits):
-    first, second, third = (
-        collect(digits.train, RICH, batch_size=9, rank=rank, world_size=3)[0] for rank in range(3)
-    )
-    assert np.array_equal(first.indices, second.indices)
-    assert np.array_equal(first.indices, third.indices)
-    assert not torch.equal(first.images, second.images)
-
-
 @pytest.mark.parametrize(("crop", "hflip"), [("pad", 0.5), ("none", 0.0)])
 def test_the_short_way_through_memory_changes_nothing(digits, crop, hflip):
     augment = AugmentConfig(crop=crop, pad=2, hflip=hflip, affine=10.0, random_erasing=0.5)

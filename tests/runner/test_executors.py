@@ -39,13 +39,6 @@ def test_finished_runs_are_left_alone_and_each_folder_is_done_once(tmp_path, tin
     assert len(here.performed) == 2
 
 
-def test_a_failing_run_fails_alone_and_says_why(tmp_path, tiny_run, failing, here):
-    good = tiny_run(tmp_path)
-    bad, fine = run_all([failing, good], executor=here, quiet=True)
-    assert fine.error is None and good.is_finished()
-    assert bad.error is not None and "without images" in bad.error
-
-
 def test_a_program_error_is_named_with_the_place_of_its_details(tmp_path, tiny_config, here):
     run = Run("", tiny_config(), tmp_path / "run", task="locality.runner.runs:with_needs")
     (outcome,) = run_all([run], executor=here, quiet=True)
@@ -61,11 +54,13 @@ def test_time_spent_before_a_run_counts_in_its_minutes(tmp_path, tiny_config, he
     assert before - 100 <= begun[0] <= time.perf_counter() - 100
 
 
-def test_what_needs_a_failed_run_is_not_started(tmp_path, tiny_config, failing, here):
+def test_a_failing_run_fails_with_what_needs_it_and_says_why(tmp_path, tiny_config, failing, here):
     student = Run("student", tiny_config(seed=1), tmp_path / "student", needs=(failing,))
-    (outcome,) = run_all([student], executor=here, quiet=True)
-    assert outcome.error is not None and "failing" in outcome.error
-    assert here.performed == [failing]
+    good = Run("good", tiny_config(), tmp_path / "good")
+    outcomes = run_all([student, failing, good], executor=here, quiet=True)
+    errors = [outcome.error or "" for outcome in outcomes]
+    assert "failing" in errors[0] and "without images" in errors[1] and good.is_finished()
+    assert here.performed == [failing, good]
 
 
 def test_what_needs_nothing_unfinished_goes_on_side_by_side(tmp_path, tiny_config, tiny_run):

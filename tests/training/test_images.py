@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -223,17 +224,22 @@ def test_a_batch_that_does_not_fit_into_memory_is_refused(batch_size, photos, tm
     assert not (tmp_path / "run").exists()
 
 
-def test_a_finished_run_does_not_answer_for_other_images(photos, tmp_path):
-    found = train(on(photos), tmp_path / "run")
-    for change in (overwritten, renamed, truncated):
-        elsewhere = shutil.copytree(photos, tmp_path / change.__name__)
-        assert train(on(elsewhere), tmp_path / "run") == found
-        change(elsewhere)
-        with pytest.raises(UserError, match="other images"):
-            train(on(elsewhere), tmp_path / "run")
+def assert_answers_only_before(config: RunConfig, folder: Path, change: Callable[[], Any]) -> None:
+    """A finished run is the answer on its own images, and refused after a change."""
+    found = train(config, folder)
+    assert train(config, folder) == found
+    change()
+    with pytest.raises(UserError, match="other images"):
+        train(config, folder)
 
 
-def test_a_finished_run_does_not_answer_for_other_rows(photos, tmp_path):
+@pytest.mark.parametrize("change", [overwritten, renamed, truncated])
+def test_a_finished_run_does_not_answer_for_other_images(change, photos, tmp_path):
+    assert_answers_only_before(on(photos), tmp_path / "run", lambda: change(photos))
+
+
+@pytest.mark.parametrize("others", [lambda files: files[:-1], lambda files: [*files[1:], files[1]]])
+def test_a_finished_run_does_not_answer_for_other_rows(others, photos, tmp_path):
     hf = pytest.importorskip("datasets")
     files = sorted(photos.glob("*/*/*.bmp"))
 
@@ -246,12 +252,7 @@ def test_a_finished_run_does_not_answer_for_other_rows(photos, tmp_path):
 
     save(files)
     config = on(tmp_path / "rows", data__dataset="arrow")
-    found = train(config, tmp_path / "run")
-    assert train(config, tmp_path / "run") == found
-    for others in (files[:-1], [*files[1:], files[1]]):
-        save(others)
-        with pytest.raises(UserError, match="other images"):
-            train(config, tmp_path / "run")
+    assert_answers_only_before(config, tmp_path / "run", lambda: save(others(files)))
 
 
 def test_a_run_is_evaluated_on_its_own_part_of_images_that_have_moved(photos, tmp_path, cli):
@@ -266,10 +267,8 @@ def test_a_run_is_evaluated_on_its_own_part_of_images_that_have_moved(photos, tm
 
 def test_a_finished_run_does_not_answer_for_other_labels(photos, tmp_path):
     rows = [f"{path.relative_to(photos)},{path.parent.name}" for path in photos.glob("*/*/*.bmp")]
-    (photos / "labels.csv").write_text("image,label\n" + "\n".join(rows) + "\n")
-    config = on(photos / "labels.csv", data__dataset="table")
-    train(config, tmp_path / "run")
-    text = (photos / "labels.csv").read_text()
-    (photos / "labels.csv").write_text(text.replace("0.bmp,ant", "0.bmp,bee"))
-    with pytest.raises(UserError, match="other images"):
-        train(config, tmp_path / "run")
+    table, text = photos / "labels.csv", "\n".join(["image,label", *rows, ""])
+    table.write_text(text)
+    other = text.replace("0.bmp,ant", "0.bmp,bee")
+    config = on(table, data__dataset="table")
+    assert_answers_only_before(config, tmp_path / "run", lambda: table.write_text(other))

@@ -1,25 +1,31 @@
-"""Signals and bad losses: when a run stops, and what it saves."""
+"""Signals, killed processes, faults and bad losses: when a run stops, and what it saves."""
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
+import faults
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from locality.checkpoints.run_state import load_best_state
+from locality.errors import ProcessKilled
 from locality.training import NonFiniteLoss, replace
+from locality.training.loop import Loop
 from locality.training.objective import Objective
 from locality.training.processes import SIGNALS, SignalHandler
 
-from .conftest import assert_same, tiny, train
+from .conftest import FROM_OUTSIDE, assert_same, assert_same_run, tiny, train
 
 
 @pytest.mark.parametrize(
@@ -197,3 +203,56 @@ def test_ctrl_c_at_a_terminal_saves_and_leaves_no_process(tmp_path):
     assert load_best_state(tmp_path / "run")["step"] >= 20
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
+
+
+def kill_a_worker() -> None:
+    for worker in multiprocessing.active_children()[:1]:
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGKILL)
+        worker.join()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["train_step", "_evaluate"])
+def test_a_killed_loading_process_is_named_and_the_run_goes_on(method, tmp_path, monkeypatch):
+    config = tiny(data__workers=2)
+    train(config, tmp_path / "whole")
+    original: Callable[..., Any] = getattr(Loop, method)
+
+    def struck(self: Loop, *arguments: Any) -> Any:
+        # The first evaluation starts its workers; they wait for the next one.
+        if self.state.step >= 4:
+            kill_a_worker()
+        return original(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, method, struck)
+        with pytest.raises(ProcessKilled, match=FROM_OUTSIDE) as caught:
+            train(config, tmp_path / "run")
+    assert caught.value.exit_code == 137
+    assert load_best_state(tmp_path / "run")["step"] >= 3
+    train(config, tmp_path / "run")
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "number"), [(1, 10), (2, 5)])
+def test_struck_runs_end_as_undisturbed_ones(processes, number, tmp_path):
+    # In a separate process that has not initialised CUDA and can fork.
+    words = ["--faults", str(number), "--processes", str(processes), "--keep", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, faults.__file__, *words], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcome = json.loads(done.stdout)
+    assert outcome["faults"] == outcome["identical"] == number
+    assert outcome["hangs"] == 0
+
+
+def test_a_difference_of_one_bit_is_found():
+    state = {"a": [torch.ones(3)], "b": {"c": 1}}
+    assert faults.first_difference(state, state, "state") == ""
+    changed = {"a": [torch.ones(3)], "b": {"c": 1}}
+    changed["a"][0].view(torch.int32)[1] ^= 1
+    assert faults.first_difference(state, changed, "state") == "state.a[0] differs"
+    assert faults.first_difference(state, {"a": state["a"]}, "state") == "state differs"

@@ -163,15 +163,10 @@ def test_a_teacher_sees_images_at_its_own_normalisation_and_size(batch):
     taught(student)
     expected = (pixels - torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1)) / 0.5
     torch.testing.assert_close(taught.model.seen, expected)
+    assert not taught.train().training and not taught(student).requires_grad
     enlarged = teacher(batch[2], size=12)
     enlarged(student)
     assert enlarged.model.seen.shape == (8, 3, 12, 12)
-
-
-def test_a_teacher_never_learns(batch):
-    taught = teacher(batch[2]).train()
-    assert not taught.training and not taught.model.training
-    assert not taught(batch[0]).requires_grad
 
 
 def test_public_weights_can_be_the_teacher(tmp_path, monkeypatch):

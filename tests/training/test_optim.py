@@ -1,17 +1,20 @@
-"""Parameter groups, optimiser, schedule."""
+"""Plan, parameter groups, optimiser, schedule, and golden losses."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import timm.optim.muon
 import torch
+import torch.nn.functional as F
 
 from locality.errors import UserError
 from locality.models import build
@@ -207,3 +210,105 @@ def test_layer_decay_multiplies_once_more_for_every_layer_below_the_classifier(n
     assert by_name == {name: 0.5 ** (top - number[name]) for name in by_name}
     first, *_, last = by_name.values()
     assert first == min(by_name.values()) < last == 1
+
+
+def config(batch: int = 100, **schedule: object) -> RunConfig:
+    fields = {"warmup": 0, "steps": None, **schedule}
+    return RunConfig(
+        schedule=ScheduleConfig(**fields),  # type: ignore[arg-type]
+        engine=EngineConfig(batch_size=batch),
+    )
+
+
+def test_every_epoch_is_evaluated_once_even_when_its_end_lies_within_a_step():
+    plan = make_plan(config(epochs=10, eval_every=1), 1234)
+    due = [step for step in range(plan.steps + 1) if plan.evaluates(step)]
+    assert len(due) == 10
+    assert due[-1] == plan.steps
+    for epoch, step in enumerate(due, start=1):
+        assert abs(plan.epoch(step) - epoch) <= 0.5 * 100 / 1234 + 1e-9
+
+
+@pytest.mark.parametrize("every", [1, 3, 7, 2.5])
+def test_steps_fall_due_at_multiples_and_at_the_end(every):
+    plan = make_plan(config(steps=20, epochs=None, eval_every=every), 1000)
+    due = {step for step in range(21) if plan.evaluates(step)}
+    assert due == {round(k * every) for k in range(1, int(20 / every) + 1)} | {20}
+
+
+def test_saving_follows_evaluation_unless_told_otherwise():
+    follows = make_plan(config(steps=20, epochs=None, eval_every=5), 1000)
+    own = make_plan(config(steps=20, epochs=None, eval_every=5, save_every=3), 1000)
+    assert [s for s in range(21) if follows.saves(s)] == [5, 10, 15, 20]
+    assert [s for s in range(21) if own.saves(s)] == [3, 6, 9, 12, 15, 18, 20]
+
+
+def test_snapshots_include_the_first_and_the_last_step():
+    plan = make_plan(config(steps=20, epochs=None, snapshot_every=8), 1000)
+    assert [step for step in range(21) if plan.snapshots(step)] == [0, 8, 16, 20]
+    plan = make_plan(config(steps=20, epochs=None), 1000)
+    assert not any(plan.snapshots(step) for step in range(21))
+
+
+def test_a_fraction_keeps_images_and_schedule_when_told_to():
+    whole = config(epochs=10, warmup=1)
+    part = dataclasses.replace(
+        whole,
+        data=dataclasses.replace(whole.data, fraction=0.1),
+        schedule=dataclasses.replace(whole.schedule, constant_images=True),
+    )
+    plan = make_plan(part, 500)
+    assert dataclasses.replace(plan, schedule=whole.schedule) == make_plan(whole, 5000)
+
+
+def test_a_run_of_no_step_is_refused():
+    with pytest.raises(UserError, match="less than one step"):
+        make_plan(config(epochs=0.01), 1000)
+    with pytest.raises(UserError, match="no images"):
+        make_plan(config(epochs=1), 0)
+
+
+# Losses of three steps. Golden values: any change to the arithmetic of a model, its parameter
+# groups or the optimiser shifts them. Weights and images come from NumPy, which is stable across
+# versions.
+LOSSES = {
+    ("convit_nano", "adamw"): (2.296639158388, 2.264323223529, 2.249768110045),
+    ("convit_nano", "adamuon"): (2.296639158388, 2.283891365811, 2.273672226266),
+    ("deit_nano", "adamw"): (2.331459534009, 2.282069881537, 2.266933074213),
+    ("cvt_micro", "adamw"): (4.620787518966, 3.889110750829, 3.570785459298),
+}
+
+
+@pytest.fixture
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def drawn(shape, seed):
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape))
+
+
+SLOW = ("cvt_micro", "adamw")
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [pytest.param(*each, marks=pytest.mark.slow if each == SLOW else ()) for each in LOSSES],
+)
+def test_ten_steps_lose_what_they_did(name, optimizer, float64):
+    model = build(name, drop_path_rate=0.0)
+    with torch.no_grad():
+        for seed, parameter in enumerate(model.parameters()):
+            parameter.add_(-parameter + 0.1 * drawn(parameter.shape, seed))
+    updates = create_optimizer(model, OptimConfig(optimizer, lr=1e-3, weight_decay=0.05), 16)
+    images, labels = drawn((16, 3, *model.img_size), 1000), torch.arange(16) % 10
+    losses = []
+    for _ in range(10):
+        loss = F.cross_entropy(model(images), labels)
+        updates.zero_grad()
+        loss.backward()
+        updates.step()
+        losses.append(loss.item())
+    assert losses[::4] == pytest.approx(LOSSES[name, optimizer], rel=0, abs=1e-9)

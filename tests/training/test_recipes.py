@@ -1,18 +1,23 @@
-"""The recipes hold the papers' values and can all be built."""
+"""The recipes hold the papers' values, can all be built, and run with a small model and dataset."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from locality.checkpoints.run_state import load_best_state
 from locality.errors import UserError
 from locality.models import build
-from locality.training import RECIPES, recipe
+from locality.training import RECIPES, RunConfig, recipe, replace
 from locality.training.optim import make_plan
 from locality.training.recipes import describe
+
+from .conftest import TINY_CVT, train
 
 IMAGENET = 1_281_167
 
@@ -95,3 +100,76 @@ def test_an_unknown_recipe_or_choice_is_refused_with_the_nearest():
         recipe("digits", {"modle": "convit_nano"})
     with pytest.raises(UserError, match="pets"):
         recipe("finetune_384", {"data.dataset": "pet"})
+
+
+SIZE = 32
+VIT = {"depth": 2, "num_heads": 4, "embed_dim": 32, "patch_size": 8}
+CVT = TINY_CVT | {"drop_path_rate": 0.1}
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory, class_folders) -> Path:
+    """An image folder: two classes, eight training and four validation images of each."""
+    counts = {"train/cat": 8, "train/dog": 8, "val/cat": 4, "val/dog": 4}
+    return class_folders(tmp_path_factory.mktemp("images"), counts, size=(40, 48))
+
+
+def stand_in(config: RunConfig, images: Path) -> RunConfig:
+    """The same recipe with a small model, on the folder, for two updates."""
+    changes: dict[str, Any] = {
+        "data.dataset": "folder",
+        "data.root": str(images),
+        "data.workers": 0,
+        "model.img_size": SIZE,
+        "weights": None,
+        "engine.batch_size": 8,
+        "engine.tensorboard": False,
+        "engine.precision": "fp32",
+        "schedule.eval_every": 1,
+        # Scaled to a batch of eight, peak rates are below the recipes' minimum rates.
+        "schedule.min_lr": 0.0,
+        "schedule.warmup_lr": 0.0,
+    }
+    sizes = CVT
+    if not config.model.name.startswith("cvt"):
+        sizes = VIT | ({"gpsa_layers": 1} if "convit" in config.model.name else {})
+    changes |= {f"model.{name}": value for name, value in sizes.items()}
+    if config.schedule.steps is None:
+        passes = 1.0 if not config.schedule.constant_images else config.data.fraction
+        changes |= {"schedule.epochs": 1.0, "schedule.warmup": 0.25}
+        changes |= {"data.fraction": passes}
+    else:
+        changes |= {"schedule.steps": 2, "schedule.warmup": 1}
+    return replace(config, changes)
+
+
+# A subset that covers a ViT and a CvT, initial weights, and a teacher.
+FAST = ("deit_300", "finetune_384", "distill_hard")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in RECIPES],
+)
+def test_a_recipe_trains_evaluates_and_saves(name, images, tmp_path):
+    config = stand_in(recipe(name, {"data.fraction": 0.5} if name == "subset" else {}), images)
+    if name.startswith("finetune"):
+        donor = stand_in(
+            recipe("cvt_300")
+            if name == "finetune_384"
+            else recipe("photos", {"model.name": "convit_tiny"}),
+            images,
+        )
+        train(replace(donor, {"model.img_size": 16}), tmp_path / "donor")
+        config = replace(config, {"weights": str(tmp_path / "donor")})
+    if name == "distill_hard":
+        # A teacher with other normalisation and size, like timm's.
+        teacher = stand_in(recipe("digits"), images)
+        train(replace(teacher, {"model.img_size": 16}), tmp_path / "teacher")
+        config = replace(config, {"objective.teacher": str(tmp_path / "teacher")})
+    result = train(config, tmp_path / "run")
+    assert result["steps"] == 2
+    assert result["val_images"] == 8
+    assert result["train_images"] == (8 if name == "subset" else 16)
+    assert np.isfinite(result["val_loss"])
+    assert load_best_state(tmp_path / "run")["step"] == result["best_step"]

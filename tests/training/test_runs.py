@@ -6,7 +6,6 @@ import csv
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,13 +114,6 @@ def test_a_folder_of_other_things_is_refused_and_left_alone(tmp_path):
     with pytest.raises(UserError, match=r"thesis\.tex"):
         train(tiny(), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-
-
-def test_a_disk_without_space_is_refused_before_training(tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(UserError, match="MB"):
-        train(tiny(), tmp_path / "run")
-    assert not (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
 
 
 def test_what_is_no_run_folder_is_refused(tmp_path):

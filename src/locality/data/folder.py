@@ -15,7 +15,7 @@ import shutil
 import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 from glob import glob
@@ -50,13 +50,10 @@ _JUNK = {
 }
 # Names of splits: "train", "Validation", "test_images", "images-train", "training set".
 _PART = re.compile(
-    r"(?:(?:images?|imgs?|data)[\W_]*)?"
-    r"(train(?:ing)?|val(?:id(?:ation)?)?|dev(?:elopment)?|test(?:ing)?)"
-    r"(?:[\W_]*(?:images?|imgs?|data|set|split))*[\W_\d]*"
+    r"((images?|imgs?|data)[\W_]*)?((?P<train>train(ing)?)|(?P<val>val(id(ation)?)?)"
+    r"|(?P<dev>dev(elopment)?)|(?P<test>test(ing)?))([\W_]*(images?|imgs?|data|set|split))*[\W_\d]*"
 )
-_PARTS = {"tr": "train", "va": "val", "de": "dev", "te": "test"}
 _STDIN = Path("/dev/stdin")
-_EXAMPLES = 3  # class folders to look into
 
 
 @dataclass
@@ -133,7 +130,7 @@ def log_names(classes: Iterable[str]) -> None:
 def part_of(name: str) -> str | None:
     """The split that a name such as "Training" or "test_images" denotes, or None."""
     match = _PART.fullmatch(name.casefold())
-    return _PARTS[match[1][:2]] if match else None
+    return next(part for part, found in match.groupdict().items() if found) if match else None
 
 
 def train_and_val(names: Iterable[str]) -> dict[str, str]:
@@ -166,20 +163,18 @@ def find_splits(root: Path | str | None) -> dict[str, Path]:
     if not picked:
         if len(parts) == len(folders):
             raise UserError(f"'{root}' has {some(parts)} but no folder train")
-        for name in folders[:_EXAMPLES]:
-            if len(inside := train_and_val(list_entries(root / name)[0])) > 1:
-                expected = " and ".join(f"{root / part / name}" for part in inside.values())
-                raise UserError(
-                    f"'{root / name}' has {some(inside.values())}; expected splits above the "
-                    f"classes: {expected}"
-                )
+        inside = train_and_val(list_entries(root / folders[0])[0])
+        if len(inside) > 1:
+            expected = " and ".join(f"{root / part / folders[0]}" for part in inside.values())
+            raise UserError(
+                f"'{root / folders[0]}' has {some(inside.values())}; expected splits above the "
+                f"classes: {expected}"
+            )
         return {"all": root}
     train = root / picked["train"]
-    if not list_entries(train)[0]:
-        if "val" in picked:
-            raise no_images_error(train)
-        return {"all": root}  # a class may be called "train", too
     if "val" not in picked:
+        if not list_entries(train)[0]:
+            return {"all": root}  # a class may be called "train", too
         raise UserError(
             f"'{root}' has {train.name} but no val; give '{train}' to hold out a part of it"
         )
@@ -191,11 +186,12 @@ def find_splits(root: Path | str | None) -> dict[str, Path]:
     return {part: root / name for part, name in picked.items()}
 
 
-def open_splits(
-    parts: Mapping[str, Path], decoding: Decoding
-) -> tuple[list[str], list[FileSource]]:
-    """Classes and images of the splits' folders, which must have the same classes."""
-    listings = {part: list_folder(root) for part, root in parts.items()}
+def open_folder(config: DataConfig) -> tuple[list[str], FileSource, FileSource | None]:
+    """Classes, training and validation images of an image folder; None without a split.
+
+    Both splits must have the same classes.
+    """
+    listings = {part: list_folder(root) for part, root in find_splits(config.root).items()}
     for listing in listings.values():
         if not any(listing.files.values()):
             raise no_images_error(listing.root)
@@ -209,13 +205,8 @@ def open_splits(
         raise UserError(f"train and val have different classes: {difference}")
     classes = list(next(iter(listings.values())).files)
     log_names(classes)
-    return classes, [listing.source(classes, decoding) for listing in listings.values()]
-
-
-def open_folder(config: DataConfig) -> tuple[list[str], FileSource, FileSource | None]:
-    """Classes, training and validation images of an image folder; None without a split."""
-    classes, sources = open_splits(find_splits(config.root), config.decoding)
-    return classes, sources[0], sources[1] if len(sources) > 1 else None
+    train, *val = (listing.source(classes, config.decoding) for listing in listings.values())
+    return classes, train, val[0] if val else None
 
 
 @cache

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from timm.data import create_transform
+from timm.data.auto_augment import NAME_TO_OP, posterize
 from timm.data.random_erasing import RandomErasing
 from timm.data.transforms import MaybePILToTensor
 
@@ -94,8 +95,6 @@ def train_transform(augment: AugmentConfig, preprocessing: InputConfig) -> Image
         normalize=False,
         separate=True,
     )
-    for step in secondary.transforms:
-        patch_posterize(step)
     if resized:
         return ImageTransform(size, steps=[*primary.transforms, *secondary.transforms])
     prepare = eval_transform(replace(preprocessing, crop_pct=1.0)).prepare
@@ -205,25 +204,16 @@ def normalise(pixels: Images, preprocessing: InputConfig) -> torch.Tensor:
     return images
 
 
-def _posterize(
-    posterize: Callable[..., Image.Image], image: Image.Image, bits: int, **options: Any
-) -> Image.Image:
+def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
     """timm's posterize, where 0 bits give black, as before Pillow 13.
 
     timm's magnitude 10, which "m9-mstd0.5" draws occasionally, keeps 0 bits; newer versions of
     Pillow raise an error. The published recipes trained with the black images.
     """
-    return posterize(image, bits, **options) if bits >= 1 else Image.new(image.mode, image.size)
+    return posterize(image, bits) if bits >= 1 else Image.new(image.mode, image.size)
 
 
-def patch_posterize(policy: Any) -> None:
-    """Replace the posterize operation wherever a timm policy has one."""
-    operations = [*getattr(policy, "ops", ())]
-    for sub_policy in getattr(policy, "policy", ()):
-        operations += sub_policy
-    for operation in operations:
-        if operation.name.startswith("Posterize"):
-            operation.aug_fn = partial(_posterize, operation.aug_fn)
+NAME_TO_OP.update({name: _posterize for name in NAME_TO_OP if name.startswith("Posterize")})
 
 
 # -- the evaluation crop: timm's pixels at bounded cost --------------------------------------------

@@ -205,9 +205,8 @@ class EngineConfig:
         accelerator: the device to compute on: "auto", "cpu", "cuda" or "mps".
         devices: processes on this machine, one per device; 0 uses all devices of the accelerator
             (one process on a CPU). torchrun and srun, also on several machines, override it.
-        strategy: how several processes are started: "auto" and "ddp" repeat the command line;
-            "ddp_spawn" and "ddp_fork" start them from within Python, the latter also in notebooks.
-            Each keeps all weights (docs/clusters.md: sharding them would save little).
+        strategy: how several processes are started: "auto" repeats the command line; "ddp_fork"
+            forks this process, which also works in notebooks. Each keeps all weights.
         threads: CPU threads for computation; 0 is torch's default.
         grad_checkpointing: recompute activations in the backward pass instead of keeping them.
         channels_last: use the channels-last memory format, which convolutions prefer.
@@ -225,7 +224,7 @@ class EngineConfig:
     ema_decay: checks.ShareBelowOne | None = None
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = setting("auto", "how")
     devices: checks.Natural = setting(0, "how")
-    strategy: Literal["auto", "ddp", "ddp_spawn", "ddp_fork"] = setting("auto", "how")
+    strategy: Literal["auto", "ddp_fork"] = setting("auto", "how")
     threads: checks.Natural = setting(0, "how")
     grad_checkpointing: bool = setting(False, "how")
     channels_last: bool = False

@@ -14,9 +14,6 @@ from lightning_fabric.strategies import DDPStrategy
 from locality.errors import UserError
 from locality.training.config import EngineConfig
 
-# `engine.strategy` → Fabric's start method.
-_START_METHODS = {"ddp_spawn": "spawn", "ddp_fork": "fork"}
-
 # On a CPU bfloat16 pays off for wide models on many tokens. Training steps on a Zen 5 core, fp32
 # time over bf16 time: 1.3 to 1.5 for DeiT-Ti, ConViT-Ti and -S and 1.1 to 1.2 for CvT-13 at 224
 # pixels, all above 10⁹ multiply-accumulates per image; 0.4 to 1.0 for the models of small images,
@@ -116,10 +113,8 @@ def create_fabric(engine: EngineConfig) -> Fabric:
     devices, nodes = process_layout(engine, device_type)
     strategy: Any = "auto"
     if devices * nodes > 1 or engine.strategy != "auto":
-        strategy = DDPStrategy(
-            start_method=_START_METHODS.get(engine.strategy, "popen"),  # type: ignore[arg-type]
-            gradient_as_bucket_view=True,
-        )
+        start: Any = "fork" if engine.strategy == "ddp_fork" else "popen"
+        strategy = DDPStrategy(start_method=start, gradient_as_bucket_view=True)
     if device_type == "cpu" and not torch.cuda.is_available():
         # Otherwise torch's optimisers look for GPUs in every step, which takes 2% of a small
         # model's step.

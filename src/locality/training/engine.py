@@ -130,9 +130,8 @@ def launch(training: Training) -> dict[str, Any]:
     """Train in all processes of a run; returns and raises as `train`."""
     engine = training.config.engine
     fabric = create_fabric(engine)
-    spawned = engine.strategy in ("ddp_spawn", "ddp_fork")
     try:
-        with forward_signals() if spawned else contextlib.nullcontext():
+        with forward_signals() if engine.strategy == "ddp_fork" else contextlib.nullcontext():
             outcome = fabric.launch(partial(_train_on_rank, training))
     except ProcessExitedException as error:
         if error.exit_code >= 0:

@@ -78,7 +78,7 @@ class Recorder:
     def __init__(
         self, folder: RunFolder, run: ResolvedRun, state: TrainState, quiet: bool = False
     ) -> None:
-        self._folder, self._run, self._images = folder, run, run.images.fingerprint
+        self._path, self._run, self._images = folder, run, run.images.fingerprint
         self._checkpoints = CheckpointFolder(folder.checkpoints, state.step or None)
         self._progress = Progress(run.plan.steps, state.step, quiet)
         self.log = self._progress.log
@@ -98,10 +98,16 @@ class Recorder:
             purge = evaluated + 1 if evaluated else None  # a resumed run continues its log
             self._board = TensorBoardLogger(folder.tensorboard, "", "", purge_step=purge)
 
+    @property
+    def _folder(self) -> RunFolder:
+        """The folder to write to, checked to be in place."""
+        self._path.lock.check()
+        return self._path
+
     def begin_decay(self) -> None:
         """Record the length that the run now has in the folder's configuration."""
         steps = self._progress.total = self._run.plan.steps
-        write_atomic(self._locked_folder().config_file, to_yaml(self._run.config))
+        write_atomic(self._folder.config_file, to_yaml(self._run.config))
         self.log(
             f"step {self._step}: two thirds of the time have gone; the learning rate decays until "
             f"step {steps:,}"
@@ -120,7 +126,7 @@ class Recorder:
         Raises:
             CheckpointNotSaved: if the last checkpoint could not be written.
         """
-        self._folder.lock.check()
+        self._path.lock.check()
         self._checkpoints.check()
         self._timed_seconds += seconds
         self._timed_steps += 1
@@ -140,14 +146,9 @@ class Recorder:
         images = len(self._step_seconds) * self._run.plan.batch_size
         return images / sum(self._step_seconds) if self._step_seconds else 0.0
 
-    def _locked_folder(self) -> RunFolder:
-        """The folder to write to, checked to be in place."""
-        self._folder.lock.check()
-        return self._folder
-
     def log_evaluation(self, row: dict[str, Any], images: int, seconds: float) -> None:
         """Record an evaluation on `images` images that took `seconds`."""
-        self._folder.lock.check()
+        self._path.lock.check()
         self._progress.activity = "training"
         timing = {
             "step": row["step"],
@@ -178,7 +179,7 @@ class Recorder:
 
     def write_predictions(self, collector: PredictionCollector) -> None:
         """Write predictions.csv."""
-        file, splits = self._locked_folder().predictions_file, self._run.splits
+        file, splits = self._folder.predictions_file, self._run.splits
         collector.predictions(splits.val, splits.classes).write(file)
 
     def save(self, checkpoint: Mapping[str, Any]) -> None:
@@ -187,7 +188,7 @@ class Recorder:
         Raises:
             CheckpointNotSaved: if the previous checkpoint could not be written.
         """
-        folder = self._locked_folder()
+        folder = self._folder
         rows = self._metrics.text.partition("\n")[2]
         self._checkpoints.start({**checkpoint, "metrics": rows, "data": self._images})
         skipped = checkpoint["progress"]["skipped"]
@@ -203,7 +204,7 @@ class Recorder:
 
     def keep_best(self) -> None:
         """Keep the last checkpoint as the best."""
-        self._folder.lock.check()
+        self._path.lock.check()
         self._checkpoints.keep_best()
 
     def wait_until_saved(self) -> None:
@@ -222,7 +223,7 @@ class Recorder:
             model: the evaluated model.
         """
         if self._run.plan.snapshots(step):
-            folder = self._locked_folder()
+            folder = self._folder
             folder.snapshots.mkdir(exist_ok=True)
             weights = {name: value.contiguous() for name, value in model.state_dict().items()}
             with atomic_file(folder.snapshots / f"step-{step:08d}.safetensors") as file:
@@ -230,7 +231,7 @@ class Recorder:
 
     def finish(self, row: dict[str, Any]) -> dict[str, Any]:
         """Write result.json and return its content; `row` evaluates the kept weights."""
-        folder = self._locked_folder()
+        folder = self._folder
         run, config, seconds = self._run, self._run.config, self.seconds
         seen = self._step * run.plan.batch_size
         result = {
@@ -241,9 +242,7 @@ class Recorder:
             "seed": config.seed,
             "steps": self._step,
             "best_step": row["step"],
-            "top1": row["top1"],
-            "top5": row["top5"],
-            "val_loss": row["val_loss"],
+            **{name: row[name] for name in ("top1", "top5", "val_loss")},
             "parameters": run.parameters,
             "macs": run.macs,
             "train_images": len(run.splits.train),

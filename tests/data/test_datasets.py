@@ -1,4 +1,4 @@
-"""torchvision's datasets, from small files in their formats."""
+"""Datasets by name: torchvision's, ImageNet's, and those with shuffled patches."""
 
 import gzip
 import hashlib
@@ -11,6 +11,7 @@ import scipy.io
 from torchvision import datasets
 
 from locality.data import DataConfig, open_data
+from locality.data.datasets import shuffle_patches
 from locality.errors import UserError
 
 NAMES = {
@@ -176,3 +177,58 @@ def test_a_download_that_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.CIFAR10, "download", offline)
     with pytest.raises(UserError, match="Name or service not known"):
         opened("cifar10", tmp_path, download=True)
+
+
+def test_imagenet_is_a_folder_with_both_parts(train_val):
+    splits = opened("imagenet", train_val)
+    assert splits.name == "imagenet" and len(splits.classes) == 3
+    with pytest.raises(UserError, match="3 classes"):
+        opened("imagenet100", train_val)
+    (train_val / "val").rename(train_val / "other")
+    with pytest.raises(UserError, match="val"):
+        opened("imagenet", train_val)
+
+
+def test_imagenet100_is_the_first_hundred_classes(tmp_path, class_folders):
+    wordnet = {f"n{number:08d}": 1 for number in range(103, 0, -1)}
+    class_folders(tmp_path / "train", wordnet)
+    class_folders(tmp_path / "val", wordnet)
+    splits = opened("imagenet100", tmp_path)
+    assert splits.name == "imagenet100"
+    assert splits.classes == [f"n{number:08d}" for number in range(1, 101)]
+    assert len(splits.train) == len(splits.val) == 100 and splits.train.labels.max() == 99
+
+
+def patches(images, size=2):
+    n, height, width, _ = images.shape
+    cells = images.reshape(n, height // size, size, width // size, size, 3).swapaxes(2, 3)
+    return cells.reshape(n, -1, size * size * 3)
+
+
+@pytest.mark.parametrize("share", [None, 0.0, 0.5, 1.0])
+def test_only_the_order_of_patches_changes(share):
+    images = np.random.default_rng(1).integers(0, 256, (200, 8, 6, 3), dtype=np.uint8)
+    before, after = patches(images), patches(shuffle_patches(images, 2, share))
+    # Random patches differ, so each one's new place is known.
+    same = (after[:, :, None] == before[:, None]).all(axis=3)
+    assert (same.sum(axis=1) == 1).all() and (same.sum(axis=2) == 1).all()
+    orders = same.argmax(axis=2)
+    moved = (orders != np.arange(12)).any(axis=1).mean()
+    if share is None:
+        assert moved == 1 and (orders == orders[0]).all()
+    else:
+        assert abs(moved - share) < 0.1
+        assert share == 0 or len({tuple(order) for order in orders}) > 190 * share
+
+
+def test_a_dataset_by_name_has_the_images_and_labels_of_another():
+    plain, first, second = (
+        open_data(DataConfig(name), seed)
+        for name, seed in (("digits", 0), ("digits_shuffled_100", 0), ("digits_shuffled_100", 1))
+    )
+    assert first.train.pixels.equal(second.train.pixels)
+    assert (first.train.labels == plain.train.labels).all()
+    assert (first.train.pixels.sum((1, 2, 3)) == plain.train.pixels.sum((1, 2, 3))).all()
+    assert not first.train.pixels.equal(plain.train.pixels)
+    with pytest.raises(UserError, match="digits_permuted"):
+        open_data(DataConfig("digits_permuted", root="x"), seed=0)
