@@ -253,18 +253,6 @@ def test_timms_state_dicts_open_with_the_preprocessing_of_their_variant(in_chans
         assert found.preprocessing.crop_pct == data["crop_pct"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "prefix"),
-    [("crossvit_tiny_240", "model."), ("tresnet_m", "module.")],
-)
-def test_timm_models_whose_stem_has_several_names_or_none_open(name, prefix, tmp_path):
-    state = timm.create_model(name, num_classes=4).state_dict()
-    torch.save({prefix + key: tensor for key, tensor in state.items()}, tmp_path / "weights.pth")
-    config = read(tmp_path / "weights.pth", f"timm/{name}").config
-    assert (config.num_classes, config.in_chans) == (4, 3)
-
-
 def test_timm_weights_without_a_classifier_get_a_new_one(tmp_path):
     network = timm.create_model("test_vit", num_classes=0)
     torch.save(network.state_dict(), tmp_path / "weights.pth")

@@ -154,26 +154,16 @@ def test_no_classifier_at_all(weights):
         torch.testing.assert_close(model(images), features, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["convit_nano", "deit_nano"])
+@pytest.mark.parametrize("name", ["convit_nano", "deit_nano", "cvt_nano"])
 @pytest.mark.parametrize("size", [16, (8, 24)])
 def test_another_image_size_gives_what_resampling_at_run_time_gives(
     name, size, randomise, tmp_path
 ):
-    source_model = randomise(create_model(name))
-    model = create_model(name, img_size=size, weights=save(source_model, tmp_path)).eval()
-    height, width = model.img_size
-    assert model.pos_embed.shape[1] == height * width // 4 + (name == "deit_nano")
-    images = torch.randn(2, 3, height, width)
-    with torch.no_grad():
-        torch.testing.assert_close(model(images), source_model(images), atol=1e-5, rtol=0)
-
-
-def test_cvts_position_embedding_is_resampled(randomise, tmp_path):
-    fields = {"depth": (1, 1, 1), "num_classes": 10, "use_pos_embed": True}
-    source_model = randomise(create_model("cvt_13", img_size=64, **fields))
+    fields = {"use_pos_embed": True}
+    source_model = randomise(create_model(name, **fields))
     path = save(source_model, tmp_path)
-    model = create_model("cvt_13", img_size=96, weights=path, **fields).eval()
-    images = torch.randn(1, 3, 96, 96)
+    model = create_model(name, img_size=size, weights=path, **fields).eval()
+    images = torch.randn(2, 3, *model.img_size)
     with torch.no_grad():
         torch.testing.assert_close(model(images), source_model(images), atol=1e-4, rtol=0)
 
@@ -188,12 +178,6 @@ def test_one_channel_sees_grey_images_as_three_would(name, fields, randomise, tm
         torch.testing.assert_close(model(grey), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(("name", "fields"), [("deit_nano", {}), (NANO, {"patch_size": 4})])
-def test_anything_else_that_differs_is_refused(weights, name, fields):
-    with pytest.raises(UserError, match=str(weights[0])):
-        create_model(name, weights=weights[0], **fields)
-
-
 @pytest.mark.parametrize(
     ("name", "made_with", "given"),
     [
@@ -201,12 +185,17 @@ def test_anything_else_that_differs_is_refused(weights, name, fields):
         ("cvt_nano", {}, {"attention_scale": "head"}),
         ("cvt_nano", {}, {"kv_stride": 1}),
         ("cvt_nano", {"activation": "gelu"}, {}),
+        ("convit_nano", {}, {"patch_size": 4}),
+        ("convit_nano", {"global_pool": "avg"}, {}),
     ],
 )
-def test_what_shapes_do_not_tell_has_to_agree_too(name, made_with, given, tmp_path):
+def test_anything_else_has_to_agree(name, made_with, given, tmp_path):
     path = save(create_model(name, **made_with), tmp_path)
-    with pytest.raises(UserError, match=next(iter(given or made_with))):
+    with pytest.raises(UserError, match=next(iter(given or made_with))) as caught:
         create_model(name, weights=path, **given)
+    assert str(path) in str(caught.value)
+    with pytest.raises(UserError, match="a CvT"):
+        create_model("deit_nano" if name == "cvt_nano" else "cvt_nano", weights=path)
 
 
 @pytest.mark.parametrize(
