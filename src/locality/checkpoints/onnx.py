@@ -64,6 +64,8 @@ def export(
     path = Path(path)
     check_export_path(path, overwrite)
     require("exporting to ONNX", "locality[export]", "onnx", "onnxscript")
+    import onnx
+
     checkpoint = Checkpoint.of(model, preprocessing, classes)
     prepared, copy = checkpoint.preprocessing, checkpoint.build()
     axes = _dynamic_axes(copy)
@@ -73,8 +75,18 @@ def export(
             f"{prepared.size}; create the model with img_size={prepared.img_size}"
         )
     with torch.no_grad(), suppress_warnings():
-        program = torch.export.export(copy, (_example(copy, 2),), dynamic_shapes=(axes,))
-    content = _onnx(program, axes, json.dumps(checkpoint.describe()))
+        exported: Any = torch.onnx.export(
+            torch.export.export(copy, (_example(copy, 2),), dynamic_shapes=(axes,)),
+            input_names=[INPUT],
+            output_names=[OUTPUT],
+            dynamic_shapes=(axes,),  # only for the names of the axes
+            dynamo=True,
+            verbose=False,
+        )
+    graph = exported.model_proto
+    onnx.helper.set_model_props(graph, {FORMAT: json.dumps(checkpoint.describe())})
+    onnx.checker.check_model(graph)
+    content = graph.SerializeToString()
     _check_onnx(copy, content)
     write_atomic(path, content)
     return path
@@ -92,25 +104,6 @@ def _dynamic_axes(model: ImageClassifier) -> dict[int, Any]:
     if min(model.img_size) < side:
         return axes
     return axes | {2: Dim("height", min=side), 3: Dim("width", min=side)}
-
-
-def _onnx(program: torch.export.ExportedProgram, axes: dict[int, Any], description: str) -> bytes:
-    import onnx
-
-    with suppress_warnings():
-        exported = torch.onnx.export(
-            program,
-            input_names=[INPUT],
-            output_names=[OUTPUT],
-            dynamic_shapes=(axes,),  # only for the names of the axes
-            dynamo=True,
-            verbose=False,
-        )
-    assert exported is not None
-    proto = exported.model_proto
-    onnx.helper.set_model_props(proto, {FORMAT: description})
-    onnx.checker.check_model(proto)
-    return proto.SerializeToString()
 
 
 def _check_onnx(model: ImageClassifier, content: bytes) -> None:
