@@ -94,7 +94,7 @@ class LocalityConfig(PreTrainedConfig):
         content = {name: getattr(self, name) for name in own}
         content["architecture"] = (self.architecture or {}) | {"num_classes": count}
         content["labels"] = None if names is None else list(names)
-        return Checkpoint.from_description(content, {})
+        return Checkpoint.from_description(content)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields of transformers and of the native format."""

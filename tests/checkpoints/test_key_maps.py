@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import CvtConfig, CvtForImageClassification
 
 from locality.checkpoints import KEY_MAPS, convert, read, save
-from locality.checkpoints.foreign_config import CVT_STAGES
+from locality.checkpoints.foreign_config import CVT_STAGES, TIMM_NAMES
 from locality.checkpoints.key_maps import MICROSOFT, TIMM, TRANSFORMERS
 from locality.checkpoints.state_dict import read_state
 from locality.errors import UserError
@@ -177,14 +177,18 @@ def test_named_models_come_back(name, randomise, assert_bitwise, tmp_path):
     assert_bitwise(dict(read(tmp_path / f"{name}.pth").state), dict(state))
 
 
-@pytest.mark.parametrize(("layers", "depth", "size"), [(0, 5, 64), (2, 3, 48)])
+@pytest.mark.parametrize(
+    ("name", "layers", "size"),
+    [("convit_tiny", 0, 64), ("convit_tiny", 2, 48), ("deit_tiny", 0, 64)],
+)
 @torch.no_grad()
-def test_classes_and_image_size_are_those_of_the_weights(layers, depth, size, randomise, tmp_path):
-    options = {"img_size": size, "depth": depth, "num_classes": 5}
-    theirs = randomise(timm.models.convit_tiny(local_up_to_layer=layers, **options)).eval()
+def test_classes_and_image_size_are_those_of_the_weights(name, layers, size, randomise, tmp_path):
+    options = {"img_size": size, "depth": 3, "num_classes": 5}
+    options |= {"local_up_to_layer": layers} if name == "convit_tiny" else {}
+    theirs = randomise(timm.create_model(TIMM_NAMES[name], **options)).eval()
     torch.save(theirs.state_dict(), tmp_path / "theirs.pth")
-    settings = {"depth": depth, "gpsa_layers": layers}
-    model = read(tmp_path / "theirs.pth", "convit_tiny", settings=settings).build()
+    settings = {"depth": 3, "gpsa_layers": layers}
+    model = read(tmp_path / "theirs.pth", name, settings=settings).build()
     images = torch.randn(2, 3, size, size)
     torch.testing.assert_close(model(images), theirs(images), atol=1e-5, rtol=0)
 

@@ -62,7 +62,7 @@ def test_a_saved_model_comes_back_bit_for_bit(name, fields, tmp_path, randomise,
 def test_every_configuration_survives_json(name):
     config = VARIANTS[name].config
     description = json.loads(json.dumps(Checkpoint(config, {}).describe()))
-    assert Checkpoint.from_description(description, {}).config == config
+    assert Checkpoint.from_description(description).config == config
 
 
 def test_a_timm_model_is_saved_with_another_classifier_but_the_same_pooling(tmp_path):

@@ -17,7 +17,7 @@ from locality.checkpoints.key_maps import KEY_MAPS
 from locality.checkpoints.loading import read
 from locality.checkpoints.native import Checkpoint, contiguous_copies, write_file, write_folder
 from locality.checkpoints.registry import FORMAT, check_target
-from locality.checkpoints.state_dict import check_finite, check_keys
+from locality.checkpoints.state_dict import check_keys
 from locality.data.classes import class_difference, joinable, numbered
 from locality.data.config import Preprocessing
 from locality.errors import UserError, prefix_errors
@@ -61,11 +61,9 @@ def convert(
     target = Path(target)
     check_target(target, to, overwrite)
     checkpoint = read(source, model, entry, settings)
-    with prefix_errors(source):
-        state = checkpoint.build().state_dict()
     notes = ""
     if to != FORMAT:
-        state = contiguous_copies(KEY_MAPS[to].from_native(state, checkpoint.config))
+        state = contiguous_copies(KEY_MAPS[to].from_native(checkpoint.state, checkpoint.config))
         if target.suffix == ".safetensors":
             write_atomic(target, to_safetensors(state, {"format": "pt"}))
         else:
@@ -80,7 +78,7 @@ def convert(
         write_file(checkpoint, target)
     else:
         write_folder(checkpoint, target)
-    size = sum(tensor.numel() for tensor in state.values())
+    size = sum(tensor.numel() for tensor in checkpoint.state.values())
     return (
         f"{source} → {target} ({to}): "
         f"{checkpoint.name or 'a model without a name'}, {size:,} numbers{notes}"
@@ -123,7 +121,6 @@ def load_weights(
         for adapt in (_channels, resample_pos_embeds):
             changes += adapt(state, checkpoint.config, target, fresh)
         check_keys(state, fresh, "locality's")
-        check_finite(state)
     model.load_state_dict(state, strict=True)
     prepared = checkpoint.preprocessing
     if prepared is not None and len(prepared.mean) == target.in_chans:

@@ -83,7 +83,7 @@ def read_config(folder: Path, content: Mapping[str, Any]) -> Checkpoint | None:
         UserError: if the model is not supported, or the file is invalid.
     """
     if content.get("format") == FORMAT:
-        return Checkpoint.from_description(content, {})
+        return Checkpoint.from_description(content)
     if isinstance(content.get("architecture"), str):
         return _timm(content)
     return _transformers(folder, content) if "model_type" in content else None

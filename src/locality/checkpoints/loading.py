@@ -22,7 +22,7 @@ from locality.checkpoints.key_maps import fit_interface, recognise
 from locality.checkpoints.native import CARD, CONFIG, Checkpoint
 from locality.checkpoints.registry import FORMAT, HUB_FILES, WEIGHTS, Source
 from locality.checkpoints.run_state import load_best_state
-from locality.checkpoints.state_dict import State, read_state
+from locality.checkpoints.state_dict import State, check_finite, read_state
 from locality.data.config import Preprocessing
 from locality.errors import UserError, one_line, prefix_errors, wrap_errors
 from locality.files import parse_json, read_json
@@ -79,6 +79,7 @@ def read(
         if like is not None:
             _check_same(config, like)
         state = key_map.to_native(state, config)
+        check_finite(state)
         name = config.name if isinstance(config, TimmConfig) else identify(config)[0]
         if held is None:
             return Checkpoint(config, state, name, _timm_preprocessing(config))
@@ -133,7 +134,7 @@ def _open_path(what: str, entry: str | None) -> Opened:
     if held is None and FORMAT in metadata:
         content = parse_json(metadata[FORMAT], f"{path}: its description")
         with prefix_errors(path), wrap_errors("its description is damaged", TypeError):
-            held = Checkpoint.from_description(content, {})
+            held = Checkpoint.from_description(content)
     return state, held
 
 

@@ -163,7 +163,7 @@ def open_graph(path: Path) -> tuple[Callable[[Tensor], Tensor], Checkpoint]:
             described = session.get_modelmeta().custom_metadata_map.get(FORMAT)
         if described is None:
             raise UserError("it was not exported by this library: it has no preprocessing")
-        held = Checkpoint.from_description(parse_json(described, "its description"), {})
+        held = Checkpoint.from_description(parse_json(described, "its description"))
 
     def logits(images: Tensor) -> Tensor:
         with wrap_errors(f"{path} cannot be run", Exception):
