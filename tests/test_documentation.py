@@ -167,7 +167,13 @@ README_NUMBERS = {
     "7×7": ("docs/findings.md", "in 7×7 patches"),
     "60,000 photographs": ("docs/recipes.md", "All 60,000 photographs"),
     "0.37 M parameters": (PHOTOGRAPHS, '"parameters": 373658'),
-    "\n  93.9%, CvT 93.8, ConViT 93.2, DeiT 92.8": (PHOTOGRAPHS, "93.93", "93.82", "93.21", "92.76"),
+    "\n  93.9%, CvT 93.8, ConViT 93.2, DeiT 92.8": (
+        PHOTOGRAPHS,
+        "93.93",
+        "93.82",
+        "93.21",
+        "92.76",
+    ),
     "500, 3,000\n  and 10,000": ("docs/choosing.md", "500, 3,000 and 10,000 images"),
     "0.26, 0.56 and 0.89 points": (
         "results/answers.csv",

@@ -20,7 +20,7 @@ from locality.data.config import DATASETS
 from locality.errors import UserError, check_known, lookup
 from locality.files import read_yaml
 from locality.models.variants import named
-from locality.runner.runs import TRAIN, Run, content_folder
+from locality.runner.runs import Run, content_folder
 from locality.settings import from_dict
 from locality.training import RunConfig, recipe, replace
 
@@ -140,11 +140,9 @@ class Scale:
             changes |= settings if fnmatchcase(role, roles) else {}
         return replace(_recipe(found, model), changes)
 
-    def run(
-        self, config: RunConfig, name: str, needs: tuple[Run, ...] = (), task: str = TRAIN
-    ) -> Run:
+    def run(self, config: RunConfig, name: str, needs: tuple[Run, ...] = ()) -> Run:
         """A run of this scale, with its content-based folder."""
-        return Run(name, config, content_folder(self.root, config, task), needs, task)
+        return Run(name, config, content_folder(self.root, config), needs)
 
     def root_of(self, dataset: str) -> str | None:
         """The folder of a dataset."""

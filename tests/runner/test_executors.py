@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -39,8 +40,11 @@ def test_finished_runs_are_left_alone_and_each_folder_is_done_once(tmp_path, tin
     assert len(here.performed) == 2
 
 
-def test_a_program_error_is_named_with_the_place_of_its_details(tmp_path, tiny_config, here):
-    run = Run("", tiny_config(), tmp_path / "run", task="locality.runner.runs:with_needs")
+def test_a_program_error_is_named_with_the_place_of_its_details(
+    tmp_path, tiny_config, here, monkeypatch
+):
+    monkeypatch.setattr("locality.training.train", lambda: None)
+    run = Run("", tiny_config(), tmp_path / "run")
     (outcome,) = run_all([run], executor=here, quiet=True)
     assert outcome.error is not None and outcome.error.startswith("TypeError")
     assert "Traceback" in log_file(run.folder).read_text()
@@ -157,16 +161,20 @@ def pair_of_runs(root, tiny_config):
     return [Run(model, tiny_config(model), root / model) for model in ("convit_nano", "deit_nano")]
 
 
+class Silent(Run):
+    """Ends its worker without a message."""
+
+    def __setstate__(self, _):
+        os._exit(7)
+
+
 @pytest.mark.slow
 def test_workers_give_the_same_numbers_bit_for_bit_and_one_that_dies_is_replaced(
-    tmp_path, tiny_config, failing, here, monkeypatch
+    tmp_path, tiny_config, failing, here
 ):
     alone = pair_of_runs(tmp_path / "alone", tiny_config)
     together = pair_of_runs(tmp_path / "together", tiny_config)
-    # os._exit ends a process without a message.
-    (tmp_path / "locality_test_exit.py").write_text("import os\ndef leave(*_): os._exit(7)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    silent = Run("silent", tiny_config(), tmp_path / "silent", task="locality_test_exit:leave")
+    silent = Silent("silent", tiny_config(), tmp_path / "silent")
     run_all(alone, executor=here, quiet=True)
     runs = [silent, failing, *together]
     errors = [outcome.error or "" for outcome in run_all(runs, 2, threads=1, quiet=True)]
@@ -225,23 +233,19 @@ def test_a_table_killed_in_the_middle_finishes_when_started_again(tmp_path, tiny
         assert_same(fingerprint(interrupted), fingerprint(whole[config.seed]))
 
 
-GPU = """
-import os
+class Telling(Run):
+    """Says in its worker which GPU that has."""
 
-
-def tell(config, folder):
-    folder.with_suffix(".gpu").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
-"""
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self.folder.with_suffix(".gpu").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
 
 
 @pytest.mark.slow
 def test_runs_side_by_side_have_a_gpu_each(tmp_path, tiny_config, monkeypatch):
-    (tmp_path / "which_gpu.py").write_text(GPU)
-    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     names = ("one", "other")
-    config, task = tiny_config(), "which_gpu:tell"
-    run_all([Run(name, config, tmp_path / name, task=task) for name in names], quiet=True)
+    run_all([Telling(name, tiny_config(), tmp_path / name) for name in names], quiet=True)
     assert {(tmp_path / f"{name}.gpu").read_text() for name in names} == {"3", "5"}
 
 
@@ -259,7 +263,7 @@ def test_a_run_among_others_takes_one_device_unless_it_says_more(
     tmp_path, tiny_config, monkeypatch
 ):
     seen = []
-    monkeypatch.setattr("pkgutil.resolve_name", lambda _: lambda config, _: seen.append(config))
+    monkeypatch.setattr("locality.training.train", lambda config, *_, **__: seen.append(config))
     for devices in (0, 2):
         execute(Run("", tiny_config(engine__devices=devices), tmp_path / "run"))
     assert [config.engine.devices for config in seen] == [1, 2]

@@ -10,7 +10,6 @@ import itertools
 import math
 import multiprocessing
 import os
-import pkgutil
 import signal
 import sys
 import threading
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 
-from locality import checks
+from locality import checks, training
 from locality.errors import Interrupted, ProcessKilled, UserError, one_line
 from locality.progress import format_duration
 from locality.runner.runs import Outcome, Run, threads_per_run, with_needs
@@ -47,8 +46,8 @@ def execute(run: Run) -> str | None:
             contextlib.redirect_stdout(file),
             contextlib.redirect_stderr(file),
         ):
-            spent = {"started": time.perf_counter() - run.spent} if run.spent else {}
-            pkgutil.resolve_name(run.task)(_with_one_device(run.config), run.folder, **spent)
+            started = time.perf_counter() - run.spent
+            training.train(_with_one_device(run.config), run.folder, started=started)
     except (UserError, FileNotFoundError, PermissionError, Interrupted, ProcessKilled) as error:
         return one_line(error)
     except (KeyboardInterrupt, SystemExit):

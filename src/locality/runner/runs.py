@@ -18,7 +18,6 @@ from locality.settings import flatten, settings_of, to_dict, with_role
 from locality.training.config import RunConfig, read_config
 from locality.training.cost import STEP_FORWARDS, estimate_cost
 
-TRAIN = "locality.training:train"
 _RUNS = with_role(RunConfig, "run")
 # Settings that do not affect a run's results.
 _NO_NUMBER = with_role(RunConfig, "how", "label")
@@ -33,15 +32,13 @@ class Run:
         config: the full configuration.
         folder: the run folder.
         needs: runs that must finish first (a teacher, initial weights).
-        task: "module:function", called with (config, folder) to execute the run.
-        spent: how many seconds of a run of minutes have gone when it starts; only for training.
+        spent: how many seconds of a run of minutes have gone when it starts.
     """
 
     name: str
     config: RunConfig
     folder: Path
     needs: tuple[Run, ...] = ()
-    task: str = TRAIN
     spent: float = 0.0
 
     def result(self) -> dict[str, Any] | None:
@@ -56,8 +53,7 @@ class Run:
         """Whether the folder holds the result of this configuration."""
         if self.result() is None:
             return False
-        # Other tasks may change the configuration.
-        return self.task != TRAIN or digest(read_config(self.folder)) == digest(self.config)
+        return digest(read_config(self.folder)) == digest(self.config)
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ class Outcome:
     error: str | None = None
 
 
-def digest(config: RunConfig, task: str = TRAIN) -> str:
+def digest(config: RunConfig) -> str:
     """Twelve hexadecimal digits that identify what a run computes.
 
     Only settings that differ from the default of their field count, so that adding one keeps
@@ -85,7 +81,7 @@ def digest(config: RunConfig, task: str = TRAIN) -> str:
         for name, value in flatten(to_dict(config)).items()
         if name not in _NO_NUMBER and (name not in known or value != known[name].default)
     }
-    text = json.dumps([task, values], sort_keys=True)
+    text = json.dumps(["locality.training:train", values], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -94,10 +90,10 @@ def _folder_name(value: str | None) -> str | None:
     return None if value is None else Path(value).name
 
 
-def content_folder(root: Path, config: RunConfig, task: str = TRAIN) -> Path:
+def content_folder(root: Path, config: RunConfig) -> Path:
     """The folder of a configuration under `root`: model, fraction, seed and digest."""
     name = config.model.name.replace("/", "-")
-    return root / f"{name}-{config.data.percent}-s{config.seed}-{digest(config, task)}"
+    return root / f"{name}-{config.data.percent}-s{config.seed}-{digest(config)}"
 
 
 def with_needs(runs: Iterable[Run]) -> list[Run]:
