@@ -1,21 +1,32 @@
+"""Recording measures a run before, during and after training, and changes nothing of it."""
+
+import json
 import shutil
 
 import pytest
+import torch
 
-from locality.analysis import measure_model, record
+from locality.analysis import measure_model, measure_trajectory, record
 from locality.analysis.pictures import load_pictures, sample
-from locality.analysis.recording import check_observable, record_missing
+from locality.analysis.recording import (
+    TRAJECTORY,
+    check_observable,
+    record_missing,
+    recorded_trajectory,
+)
 from locality.analysis.runs import RecordedRun, group, read_runs
 from locality.data import open_data
 from locality.errors import UserError
 from locality.settings import to_dict
 from locality.training import load_run, recipe, replace, train
+from locality.training.devices import resolve_accelerator
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, tiny_config):
+    """A run with a snapshot every second step."""
     folder = tmp_path_factory.mktemp("run")
-    train(tiny_config(), folder, quiet=True)
+    train(tiny_config(schedule__steps=6, schedule__snapshot_every=2.0), folder, quiet=True)
     return folder
 
 
@@ -68,3 +79,39 @@ def test_runs_of_other_settings_are_no_seeds_of_each_other(tmp_path):
         ("convit_nano (lr=0.0001)", 1),
         ("convit_nano (lr=0.0062)", 2),
     ]
+
+
+def test_the_last_measures_are_those_of_the_finished_model(run):
+    model, settings = load_run(run)
+    val = open_data(settings.data, settings.seed).val
+    chosen = sample(val, settings.input.at(model.img_size), 20)
+    where = resolve_accelerator("auto")  # as they are
+    measured = measure_model(model.to(where), chosen.images.to(where))["layers"]
+    trajectory = measure_trajectory(run, images=20)
+    assert trajectory["steps"] == [0, 2, 4, 6] and trajectory["images"] == 20
+    found = trajectory["layers"]
+    assert found[0]["gates"][0] == pytest.approx([0.7310586] * 4)
+    for layer, last in zip(found, measured, strict=True):
+        assert layer["nonlocality"][-1] == last["nonlocality"]["layer_mean"]
+        assert (layer["gates"] and layer["gates"][-1]) == last["gates"]
+
+
+def test_what_is_recorded_is_what_is_measured_and_outlives_the_snapshots(run):
+    record(run, images=20, pictures=1)
+    found = json.loads((run / TRAJECTORY).read_text())
+    assert found == measure_trajectory(run, images=20)
+    (run / TRAJECTORY).unlink()
+    record_missing([run])  # measures only missing snapshots
+    assert recorded_trajectory(run)["steps"] == [0, 2, 4, 6]
+
+
+def test_a_run_with_snapshots_is_the_run_without(run, tmp_path, tiny_config):
+    train(tiny_config(schedule__steps=6), tmp_path / "alone", quiet=True)
+    kept, alone = load_run(run)[0], load_run(tmp_path / "alone")[0]
+    for name, value in alone.state_dict().items():
+        assert torch.equal(value, kept.state_dict()[name]), name
+    assert (run / "metrics.csv").read_text() == (tmp_path / "alone" / "metrics.csv").read_text()
+
+
+def test_a_run_without_a_record_has_no_trajectory(tmp_path):
+    assert recorded_trajectory(tmp_path) is None

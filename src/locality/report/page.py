@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -296,15 +298,14 @@ def _settings(run: RecordedRun) -> dict[str, Any]:
 
 def _environments(runs: Sequence[RecordedRun]) -> list[tuple[dict[str, Any], int]]:
     """Distinct environments (machine, versions) and the number of runs in each."""
-    counted: dict[str, tuple[dict[str, Any], int]] = {}
+    counted = Counter[str]()
     for run in runs:
         environment = run.environment()
         start = (environment.pop("starts", None) or [{}])[-1]
         environment.pop("seed", None)
         environment |= {key: start[key] for key in ("device", "precision") if key in start}
-        key = repr(sorted(environment.items()))
-        counted[key] = (environment, counted.get(key, (environment, 0))[1] + 1)
-    return list(counted.values())
+        counted[json.dumps(environment, sort_keys=True)] += 1
+    return [(json.loads(environment), count) for environment, count in counted.items()]
 
 
 def _shown(value: Any) -> str:
