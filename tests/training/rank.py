@@ -62,7 +62,9 @@ def main() -> None:
             if HOW == "machine":
                 os.kill(os.getppid(), signal.SIGKILL)
                 os.kill(os.getpid(), signal.SIGKILL)
-            if HOW != "end":
+            if HOW != "end" and self.fabric.world_size == 1:
+                os.killpg(0, getattr(signal, HOW))  # its loading processes too, as a terminal does
+            elif HOW != "end":
                 os.kill(os.getpid(), getattr(signal, HOW))
         return step(self, batches)
 

@@ -168,43 +168,6 @@ def test_a_skipped_update_leaves_running_statistics_alone(tmp_path, monkeypatch)
     assert all(value.isfinite().all() for value in state["model"].values())
 
 
-COMMAND = """
-import sys
-from pathlib import Path
-from locality.training import Interrupted, recipe, replace, train
-config = replace(recipe("digits"), {"schedule.steps": 5000, "schedule.eval_every": 5000,
-    "engine.tensorboard": False, "engine.precision": "fp32", "data.workers": int(sys.argv[2])})
-try:
-    train(config, Path(sys.argv[1]))
-except Interrupted as interrupted:
-    print(interrupted, file=sys.stderr)
-    sys.exit(interrupted.exit_code)
-"""
-
-
-@pytest.mark.slow
-def test_ctrl_c_at_a_terminal_saves_and_leaves_no_process(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, str(tmp_path / "run"), "2"],
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.rstrip().endswith(" left"):
-            break
-    else:
-        pytest.fail("no line of progress before the end")
-    # To every process of the group, as a terminal does.
-    os.killpg(process.pid, signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert load_best_state(tmp_path / "run")["step"] >= 20
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
-
-
 def kill_a_worker() -> None:
     for worker in multiprocessing.active_children()[:1]:
         assert worker.pid is not None

@@ -125,6 +125,7 @@ def test_nothing_is_left_behind(launcher, how, codes, tmp_path):
     if how == "SIGKILL" and "terminated with code -9" in errors:
         return  # Fabric's observer was faster than the lost connection
     assert seen == codes, errors
+    assert (tmp_path / "run/checkpoints/last.ckpt").exists()
     if how == "SIGKILL":
         assert "killed from outside" in errors and "Traceback" not in errors
 
