@@ -127,8 +127,14 @@ def test_another_image_size_of_timms_is_read(name, tmp_path, randomise):
     """timm leaves that of the data as it was, if a model takes any."""
     size = {"img_size": 16} if name in OURS else SMALL | {"img_size": 48}
     saved_by_timm(tmp_path, randomise, name, **size)
-    opened = open_model(tmp_path)
-    assert opened.preprocessing.size == opened.model.img_size == (size["img_size"],) * 2
+    content = json.loads((tmp_path / "config.json").read_text())
+    opened = [open_model(tmp_path)]
+    # Or the data alone have it.
+    del content["model_args"]["img_size"]
+    content["pretrained_cfg"]["input_size"] = [3, size["img_size"], size["img_size"]]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    for model in (*opened, open_model(tmp_path)):
+        assert model.preprocessing.size == model.model.img_size == (size["img_size"],) * 2
 
 
 def test_classes_without_a_name_have_their_number(tmp_path, randomise):
@@ -218,7 +224,7 @@ def test_a_processor_of_transformers(processor, tmp_path, randomise, image):
 def test_a_processor_as_microsofts_repositories_have_it(tmp_path, randomise, image):
     model, processor = saved_by_transformers(tmp_path, randomise)
     content = {"feature_extractor_type": "ConvNextFeatureExtractor", "size": 64, "resample": 3}
-    content |= {"crop_pct": 0.875, "image_mean": [0.4] * 3, "image_std": processor.image_std}
+    content |= {"image_mean": [0.4] * 3, "image_std": processor.image_std}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(content))
     same_as_transformers(model, processor, tmp_path, image)
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from PIL import ExifTags, Image
-from safetensors.torch import load_file, save_file
 
 import locality.checkpoints.native as native
 from locality.checkpoints import Classifier, Preprocessing, load, open_model, save
@@ -172,23 +171,13 @@ def test_damaged_or_missing_files_are_named(tmp_path):
         with pytest.raises(FileNotFoundError, match=place.name):
             load(place)
     save(build("convit_nano"), tmp_path)
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:5000])
-    with pytest.raises(UserError, match=r"model\.safetensors"):
-        load(tmp_path)
     (tmp_path / "config.json").write_text("{'format'")
     with pytest.raises(UserError, match=r"config\.json"):
         load(tmp_path)
 
 
-def test_weights_that_are_not_numbers_are_neither_saved_nor_loaded(tmp_path):
+def test_weights_that_are_not_numbers_are_not_saved(tmp_path):
     model = build("convit_nano")
-    save(model, tmp_path)
-    state = load_file(tmp_path / "model.safetensors")
-    state["norm.bias"][0] = float("inf")
-    save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"norm\.bias"):
-        load(tmp_path)
     model.norm.bias.data[0] = float("nan")
     for refused, named in ((model, r"norm\.bias"), (torch.nn.Linear(2, 2), "Linear")):
         with pytest.raises(UserError, match=named):

@@ -106,15 +106,6 @@ def test_a_file_put_there_is_used(suffix, tiny_state):
         torch.testing.assert_close(model(images), reference(images), atol=1e-5, rtol=0)
 
 
-def test_settings_that_fit_by_shape_but_mean_another_function_are_refused():
-    path = loading.cache_dir() / "weights" / "deit_tiny.fb_in1k.safetensors"
-    path.parent.mkdir(parents=True)
-    save_file(timm.create_model("deit_tiny_patch16_224").state_dict(), path)
-    for differing in ({"num_heads": 6}, {"global_pool": "avg"}):
-        with pytest.raises(UserError, match=next(iter(differing))):
-            create_model("deit_tiny", pretrained=True, **differing)
-
-
 def test_the_hubs_file_is_used(tiny_state, tmp_path, monkeypatch):
     torch.save(tiny_state[1], tmp_path / "pytorch_model.bin")
     asked = []

@@ -99,7 +99,7 @@ def _timm(content: Mapping[str, Any]) -> Checkpoint:
         args = {"img_size": tuple(sides), "in_chans": channels} | args
     if name.startswith(REGISTERED):
         config = variant(name.removeprefix(REGISTERED)).config.with_overrides(**args)
-    elif (config := _ours(name, args, content.get("global_pool"))) is None:
+    elif (config := _ours(name, args)) is None:
         if not timm.is_model(name):
             raise UserError(f"timm has no architecture '{name}'")
         config = TimmConfig.named(PREFIX + name).with_overrides(**args)
@@ -114,14 +114,15 @@ def timm_preprocessing(data: Mapping[str, Any]) -> Preprocessing | None:
     return from_dict(Preprocessing, fields) if fields else None
 
 
-def _ours(name: str, args: Mapping[str, Any], pool: str | None) -> Any:
+def _ours(name: str, args: Mapping[str, Any]) -> Any:
     """The `ViTConfig` of a timm model with these arguments; None if it has no equivalent."""
     if name not in _OURS:
         return None
     base = VARIANTS[_OURS[name]].config
     names = _CONVIT_ARGUMENTS if base.gpsa_layers else _ARGUMENTS
-    fields = {"global_pool": pool or "token"} | {names.get(name, name): args[name] for name in args}
-    if args.keys() - names or (not base.gpsa_layers and fields["global_pool"] != "token"):
+    fields = {names.get(name, name): value for name, value in args.items()}
+    averages = fields.get("global_pool", "token") != "token"
+    if args.keys() - names or (averages and not base.gpsa_layers):
         return None  # only timm's code computes it
     if base.gpsa_layers:
         depth, heads = fields.get("depth", base.depth), fields.get("num_heads", base.num_heads)
