@@ -187,6 +187,7 @@ def test_a_model_of_one_channel_takes_grey_pictures():
     opened = Classifier.of(build("convit_nano", in_chans=1))
     assert opened.prepare(pictures(2)).shape == (2, 1, 8, 8)
     assert opened(pictures(2)).shape == (2, 10)
+    assert opened.label(3) == "3"
     with pytest.raises(UserError, match="3 channels"):
         Classifier.of(opened.model, preprocessing=Preprocessing(8))
     with pytest.raises(UserError, match="5 channels"):

@@ -16,6 +16,7 @@ from sklearn.datasets import load_digits
 
 from locality import settings
 from locality.checkpoints import open_model
+from locality.checkpoints.run_state import LAST, load_best_state, write_checkpoint
 from locality.cli import main
 from locality.commands.train import read_run
 from locality.errors import UserError
@@ -47,6 +48,15 @@ def test_eval_repeats_the_runs_own_accuracy(run, cli):
     found = json.loads(cli("eval", run, "--json").out)
     assert found["top1"] == pytest.approx(RunFolder(run).read_result()["top1"], abs=0.3)
     assert found["n"] == RunFolder(run).read_result()["val_images"]
+
+
+def test_the_averaged_weights_of_a_run_are_opened(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    state = load_best_state(run)
+    averaged = {name: tensor + 1 for name, tensor in state["model"].items()}
+    write_checkpoint(tmp_path / "run/checkpoints" / LAST, state | {"ema": averaged})
+    opened = open_model(tmp_path / "run").module()
+    assert opened.head.bias.tolist() == averaged["head.bias"].tolist()
 
 
 def test_pages_lie_in_what_they_are_of(run, images, tmp_path, cli, monkeypatch):
