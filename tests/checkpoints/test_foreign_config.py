@@ -80,6 +80,7 @@ CVTS = {
     "patches": {"patch_sizes": [7, 2, 2], "patch_padding": [3, 0, 0], "mlp_ratio": [2.0, 4.0, 3.0]},
     "bias": {"qkv_bias": [True, False, True]},
     "paths": {"drop_path_rate": [0.0, 0.2, 0.3]},
+    "labels": {"problem_type": "multi_label_classification"},
 }
 
 
@@ -182,7 +183,7 @@ def saved_by_transformers(folder, randomise, processor=None, **arguments):
 def same_as_transformers(model, processor, folder, image):
     pixels = processor(image, return_tensors="pt")["pixel_values"]
     opened = open_model(folder)
-    assert opened.classes == tuple(NAMES)
+    assert opened.classes == tuple(NAMES) and opened.problem_type == model.config.problem_type
     torch.testing.assert_close(opened.prepare([image]), pixels, atol=1e-5, rtol=0)
     with torch.no_grad():
         theirs = model(pixels).logits
