@@ -37,7 +37,7 @@ def end_if_importing() -> None:
     The process that started it says so, see `locality.data.loader`.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        os._exit(UNGUARDED)  # of SystemExit the fork server makes another code
+        os._exit(UNGUARDED)
 
 
 def processors() -> int:

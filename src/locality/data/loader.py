@@ -224,9 +224,13 @@ def _ended_worker_named(iterator: Any) -> Iterator[None]:
 
 
 def _start_method() -> str | None:
-    """How workers start: forked on Linux, in all versions of Python, unless the user chose."""
+    """How workers start: forked on Linux, unless "spawn" is the user's choice.
+
+    The fork server, Python 3.14's default, imports the script, and ends with one that has no main
+    guard.
+    """
     chosen = multiprocessing.get_start_method(allow_none=True)
-    return "fork" if chosen is None and sys.platform == "linux" else chosen
+    return "fork" if chosen != "spawn" and sys.platform == "linux" else chosen
 
 
 def _unchanged(loaded: Any) -> Any:
