@@ -27,8 +27,8 @@ SETS = (
     "digits_shuffled_100",
 )
 PLAIN = """\
-Without its position embedding, does DeiT lose more than ConViT? = D.top1 - D.no_pos - C.top1 + C.no_pos
-Does ConViT still lose without its position embedding? = C.top1 - C.no_pos
+Does masking position embeddings cost DeiT more than ConViT? = D.top1 - D.no_pos - C.top1 + C.no_pos
+Does masking its position embedding cost ConViT accuracy? = C.top1 - C.no_pos
 Does masking content cost more than masking position? = C.position3 - C.content3
 Does masking content in all gated layers leave less than in the first? = C.content1 - C.content3
 Does masking content in the first gated layers cost accuracy? = C.top1 - C.content1
@@ -44,7 +44,7 @@ Do gates of the first half keep positional attention (above 0.1)? = C.gates1.str
 Does the deeper half end with less positional attention than the first? = C.gates1.str[0] - C.gates1.str[2]
 Do GPSA layers help more early in training than at the end? = c10.first / d10.first - c10.top1 / d10.top1
 Is ConViT's relative gain larger with few images than with many? = 100 * (c5.top1 / d5.top1 - C.top1 / D.top1)
-Does DeiT need its position embedding (a, b)? = D.top1 - N.top1
+Trained without position embedding, does DeiT lose (a, b)? = D.top1 - N.top1
 Does CvT lose less than a point without position embeddings in every stage (f, c)? = V.top1 - P.top1 + 1
 With all images, are frozen convolutions above random attention (f, g)? = F.top1 - G.top1
 With all images, are frozen convolutions less than a point below attention (f, e)? = F.top1 - D.top1 + 1
@@ -58,7 +58,7 @@ Without gates, is ConViT below DeiT at the end? = D.top1 - S.top1
 At the end, are gates (GPSA) above none (PSA)? = C.top1 - S.top1
 Is convolutional embedding above patches (d, a)? = V.top1 - E.top1
 Is convolutional projection above linear (d, a)? = V.top1 - L.top1
-Does DeiT need its position embedding more than CvT? = D.top1 - N.top1 - P.top1 + V.top1
+Trained without position embedding, does DeiT lose more than CvT? = D.top1 - N.top1 - P.top1 + V.top1
 """
 
 

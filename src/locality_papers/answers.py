@@ -2,13 +2,14 @@
 
 **yes**: the effect is significantly above 0. **no**: it is significantly below 0, contradicting
 the question. **at most**: no effect was found, and one as large as the paper's (or one point of
-accuracy, if the paper gives none) is excluded; the answer is the upper end of the interval.
-**cannot tell**: everything else, and any effect with fewer than three seeds.
+accuracy, if the paper gives none) is excluded. **cannot tell**: everything else, and any effect
+with fewer than three seeds; "needs n seeds" is for an interval of a third of the effect or the
+paper's, "needs more images" for one that no number of seeds gives. Where a question has a
+threshold, the effect is the distance from it.
 
 Tests are Student's t over seeds at 5%, on differences paired by seed. Holm's correction covers the
 questions of a table or figure at a scale, the papers' and our own separately: first testing for
-effects that differ from 0, then, among the rest, for effects smaller than the paper's. (Until
-2026-11-27, with 14 questions, it covered all of a scale.)
+effects that differ from 0, then, among the rest, for effects smaller than the paper's.
 
 On `digits` every seed divides the same images again, so that test sets share a quarter of their
 images and training sets three quarters: intervals are widened by √(1 + n/3), as Nadeau and Bengio

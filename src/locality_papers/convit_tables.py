@@ -208,8 +208,12 @@ def table_5(t: Experiment, s: Scale) -> None:
     first, second = t.printed
     where = "app. F, Table 5"
     effect = minus((first, "loss"), (second, "loss"))
-    t.ask(where, "Without its position embedding, does DeiT lose more than ConViT?", effect)
-    text = "Does ConViT still lose without its position embedding?"
+    t.ask(
+        where,
+        "Does masking position embeddings cost DeiT more than ConViT?",
+        effect,
+    )
+    text = "Does masking its position embedding cost ConViT accuracy?"
     t.ask(where, text, at((second, "loss")))
 
 

@@ -15,7 +15,7 @@ OURS = ("DeiT-S", "DeiT-B", "CvT-13", "CvT-21", "CvT-13-NAS")
 """Rows of Table 3 trained from scratch at 224 pixels."""
 
 
-@experiment("cvt/table-3", "Accuracy on ImageNet, compared with other models")
+@experiment("cvt/table-3", "Accuracy, compared with other models")
 def table_3(t: Experiment, s: Scale) -> None:
     """Our runs, fine-tuned runs, and models of other authors with public weights."""
     t.about = "Trained from scratch unless the row says otherwise."

@@ -167,13 +167,13 @@ def table_5(t: Experiment, s: Scale) -> None:
     }
     _ablate(t, s, models, "parameters")
     a, b, c, d, e, f = models
-    _ask(t, "Does DeiT need its position embedding (a, b)?", a, b)
+    _ask(t, "Trained without position embedding, does DeiT lose (a, b)?", a, b)
     for row, where in ((c, "every stage"), (d, "the first stage"), (e, "the last stage")):
         text = f"Does CvT lose less than a point without position embeddings in {where}"
         _ask(t, f"{text} ({f[0]}, {row[0]})?", f, row, A_POINT)
     t.ask(
         "§4.4, Table 5",
-        "Does DeiT need its position embedding more than CvT?",
+        "Trained without position embedding, does DeiT lose more than CvT?",
         lambda v: v[a, "top1"] - v[b, "top1"] - (v[c, "top1"] - v[f, "top1"]),
     )
 

@@ -106,7 +106,8 @@ def _shuffle(t: Experiment, s: Scale, optim: Mapping[str, Any], prefix: str = ""
     """Rows of the table of shuffled images for one optimiser, and their questions."""
     t.about = (
         "Not in the papers. The patches of every image, training and validation, are in another "
-        f"order. Masks are on in all gated layers. Predictions. {PREDICTIONS}"
+        "order; there are no crops, rotations or CutMix, so numbers differ from Figure 6's. Masks "
+        f"are on in all gated layers. Predictions. {PREDICTIONS}"
     )
     t.columns = {
         "top1": Column("top-1"),

@@ -84,7 +84,7 @@ def _by_question(found: Iterable[Answer]) -> dict[tuple[str, str], dict[str, Ans
 _SECTIONS = {
     YES: "What holds here",
     NO: "What does not hold here",
-    AT_MOST: "What is smaller here than in the papers, if it is there at all",
+    AT_MOST: "What is smaller here than in the papers, or absent",
     CANNOT_TELL: "What these runs cannot tell",
 }
 
@@ -149,8 +149,8 @@ HEADLINES = {
     "With 5% of the images, is ConViT above DeiT?": "convit/table-2",
     "With 100% of the images, is ConViT above DeiT?": "convit/table-2",
     "Is CvT-13 above DeiT-S?": "cvt/table-3",
-    "Without its position embedding, does DeiT lose more than ConViT?": "convit/table-5",
-    "Does DeiT need its position embedding more than CvT?": "cvt/table-5",
+    "Does masking position embeddings cost DeiT more than ConViT?": "convit/table-5",
+    "Trained without position embedding, does DeiT lose more than CvT?": "cvt/table-5",
     "Do gates of the deeper half fall?": "convit/figure-6",
     "Does masking content cost more than masking position?": "convit/table-6",
     "Patches each in its own order: do gates fall?": "beyond/shuffled",

@@ -10,7 +10,7 @@ from typing import Any
 from locality.errors import some
 from locality.files import csv_text
 from locality.templates import render
-from locality_papers.answers import AT_MOST, CANNOT_TELL, YES, Answer
+from locality_papers.answers import CANNOT_TELL, YES, Answer
 from locality_papers.experiment import Column, Evaluated, Results, at
 from locality_papers.table import NOT_RUN
 
@@ -208,7 +208,7 @@ def said(answer: Answer, brief: bool = False) -> str:
     if brief:
         return f"{answer['answer']}: {effect}{interval}"
     unit = "" if answer["unit"] == "points" else f" {answer['unit']}".rstrip()
-    more = f" {_rounded(answer, 'high')}" if answer["answer"] == AT_MOST else ""
+    more = ""
     if answer["answer"] == CANNOT_TELL and answer["seeds"]:
         enough = math.isfinite(answer["seeds"])
         more = f" (needs {answer['seeds']} seeds)" if enough else " (needs more images)"
