@@ -26,7 +26,6 @@ from torchvision.transforms import InterpolationMode, v2
 from locality.data import Preprocessing, train_loader
 from locality.data.config import DEFAULT_DECODING, IMAGENET_MEAN, IMAGENET_STD
 from locality.data.folder import list_folder
-from locality.data.preprocessing import patch_posterize
 from locality.files import write_atomic
 from locality.training.recipes import DEIT_AUGMENT
 
@@ -110,8 +109,6 @@ def _contenders(folder: str, batch_size: int) -> dict[str, Iterable[Any]]:
         persistent_workers=False,
         device=torch.device("cpu"),
     )
-    for step in theirs.dataset.transform.transforms:
-        patch_posterize(step)
     contenders["timm"] = theirs
     transform = v2.Compose(
         [

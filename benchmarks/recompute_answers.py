@@ -58,6 +58,15 @@ Without gates, is ConViT below DeiT at the end? = D.top1 - S.top1
 At the end, are gates (GPSA) above none (PSA)? = C.top1 - S.top1
 Is convolutional embedding above patches (d, a)? = V.top1 - E.top1
 Is convolutional projection above linear (d, a)? = V.top1 - L.top1
+Do ConViT's first and last gated layers leave locality more than those between? = (C.end - C.start).map(lambda x: x[[0, 2]].mean() - x[1])
+Do gates of the first half fall too? = C.gates0.str[0] - C.gates1.str[0]
+Do ConViT-Ti's gates fall? = (ct.gates0 - ct.gates1).map(np.mean)
+Do ConViT-B's gates fall? = (cb.gates0 - cb.gates1).map(np.mean)
+Do GPSA layers help early in training? = c10["first"] / d10["first"] - 1
+Does ConViT's relative gain grow with the size of the model? = 100 * (cb.top1 / db.top1 - ct.top1 / dt.top1)
+In the first gated layers, does masking position cost no more than masking content? = C.position1 - C.content1
+Does squeezing keys and values cost less than a point (b, a)? = V.top1 - W.top1 + 1
+With 5% of the images, is ConViT's top-5 above DeiT's? = c5.top5 - d5.top5
 Trained without position embedding, does DeiT lose more than CvT? = D.top1 - N.top1 - P.top1 + V.top1
 """
 
@@ -140,6 +149,7 @@ for scale in ("digits", "fashion", "fashion14"):
     frozen = {"freeze_gpsa": True, "freeze_gating": True, "gating_init": 0.0}
     known |= {"F": arm(**frozen), "G": arm(**frozen, conv_init=False)}
     known |= {"S": arm(positional_attention="psa"), "L": arm("CvT", projection="linear")}
+    known["W"] = arm("CvT", kv_stride=1.0)
     known |= {"E": arm("CvT", embed_kernel=[1, 2, 1], embed_padding=0.0)}
     for line in PLAIN.splitlines():
         put(line.partition(" = ")[0], eval(line.partition(" = ")[2], known))
