@@ -38,7 +38,7 @@ NAMES = (
 )
 PATCH = (8, 9)  # row and column of the clicked patch, from 1
 # Layer and head of the README's maps; layer 4 attends by content alone.
-MAPS = [(1, 1, "position"), (1, 4, "position"), (4, 3, "mixed"), (4, 2, "mixed")]
+MAPS = [(1, 1, "position"), (1, 4, "position"), (4, 2, "mixed"), (4, 3, "mixed")]
 STYLE = """
 body { margin: 0; background: white; font: 25px sans-serif; color: #222; }
 main { display: flex; gap: 12px; padding: 4px; }
