@@ -46,20 +46,20 @@ PHASES = ("step", "evaluate", "save")
 SIGNALS = {each.name: each for each in (signal.SIGKILL, signal.SIGTERM)}
 HANG_SECONDS = 120.0
 
+# A CvT of two stages.
+TINY_CVT = {
+    "embed_dim": (8, 16),
+    "num_heads": (1, 2),
+    "depth": (1, 2),
+    "embed_kernel": 3,
+    "embed_stride": 2,
+    "embed_padding": 1,
+}
 TINY = {"depth": 2, "embed_dim": 16, "drop_path_rate": 0.2}
 MODELS: dict[str, dict[str, Any]] = {
     "convit_nano": TINY | {"gpsa_layers": 1},
     "deit_nano": TINY,
-    "cvt_13": {
-        "embed_dim": (8, 16),
-        "num_heads": (1, 2),
-        "depth": (1, 2),
-        "embed_kernel": 3,
-        "embed_stride": 2,
-        "embed_padding": 1,
-        "kv_stride": (2, 1),
-        "drop_path_rate": 0.2,
-    },
+    "cvt_13": TINY_CVT | {"kv_stride": (2, 1), "drop_path_rate": 0.2},
 }
 
 

@@ -26,15 +26,6 @@ TINY_MODEL = {
     "engine.tensorboard": False,
     "engine.precision": "fp32",
 }
-# A CvT of two stages, as small.
-TINY_CVT = {
-    "embed_dim": (8, 16),
-    "num_heads": (1, 2),
-    "depth": (1, 2),
-    "embed_kernel": 3,
-    "embed_stride": 2,
-    "embed_padding": 1,
-}
 SHORT = {
     "data.fraction": 0.1,
     "data.val_fraction": 0.05,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from faults import TINY_CVT
 
 from locality.checkpoints.run_state import load_best_state
 from locality.errors import UserError
@@ -17,7 +18,7 @@ from locality.training import RECIPES, RunConfig, recipe, replace
 from locality.training.optim import make_plan
 from locality.training.recipes import describe
 
-from .conftest import TINY_CVT, train
+from .conftest import train
 
 IMAGENET = 1_281_167
 

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import faults
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ from locality.training import RunConfig, devices, replace, state
 from locality.training.config import read_config
 from locality.training.loop import Loop
 
-from .conftest import EVERYTHING, TINY_CVT, assert_same_run, tiny, train, train_interrupted
+from .conftest import EVERYTHING, assert_same_run, tiny, train, train_interrupted
 
 STEPS = 8
 Interrupt = Callable[..., Interrupted]
@@ -61,7 +62,7 @@ def test_resuming_after_any_step_is_exact(step, tmp_path, tmp_path_factory, inte
 
 
 DEIT = {"depth": 2, "embed_dim": 16, "drop_path_rate": 0.2}
-CVT = TINY_CVT | {"kv_stride": (2, 1), "drop_path_rate": 0.2}
+CVT = faults.MODELS["cvt_13"]
 # Everything at once, with and without workers, other arithmetic, and other models.
 CASES = [
     {"optim.name": "adamuon", "optim.position_lr_factor": 10},
