@@ -88,14 +88,14 @@ def run(block: Any, function: Callable[..., Tensor], *args: Any) -> Tensor:
         return function(*args)
     options: dict[str, Any] = {}
     if not torch.compiler.is_compiling():
-        options["context_fn"] = lambda: (contextlib.nullcontext(), _frozen_statistics(block))
+        options["context_fn"] = lambda: (contextlib.nullcontext(), frozen_statistics(block))
     return checkpoint(function, *args, use_reentrant=False, **options)
 
 
 @contextlib.contextmanager
-def _frozen_statistics(block: nn.Module) -> Iterator[None]:
+def frozen_statistics(module: nn.Module) -> Iterator[None]:
     """Context manager: BatchNorm updates copies of its running statistics."""
-    norms = [module for module in block.modules() if isinstance(module, nn.BatchNorm2d)]
+    norms = [part for part in module.modules() if isinstance(part, nn.BatchNorm2d)]
     own = [(norm, name, buffer) for norm in norms for name, buffer in norm.named_buffers()]
     try:
         for norm, name, buffer in own:

@@ -27,7 +27,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from locality.layers import fast
-from locality.layers.block import AttentionMaps, Block, make_head, switched, trunc_normal_init_
+from locality.layers.block import (
+    AttentionMaps,
+    Block,
+    frozen_statistics,
+    make_head,
+    trunc_normal_init_,
+)
 from locality.layers.grid import AttentionScale, Grid, ProjectionName, check_heads, projected_grid
 from locality.models import base
 from locality.models.base import ImageClassifier
@@ -213,7 +219,7 @@ class ConvolutionalAttention(nn.Module):
     def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
         """The attention that `forward(x, grid)` uses; BatchNorm's statistics are not updated."""
         image = self.image(x, grid)
-        with switched(self, track_running_stats=False):
+        with frozen_statistics(self):
             q, k = (self.split_heads(part(x, image)) for part in (self.q, self.k))
         q = q * self.scale
         content = (q @ k.transpose(-2, -1)).softmax(dim=-1)
