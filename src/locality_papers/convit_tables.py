@@ -208,11 +208,7 @@ def table_5(t: Experiment, s: Scale) -> None:
     first, second = t.printed
     where = "app. F, Table 5"
     effect = minus((first, "loss"), (second, "loss"))
-    t.ask(
-        where,
-        "Does masking position embeddings cost DeiT more than ConViT?",
-        effect,
-    )
+    t.ask(where, "Does masking position embeddings cost DeiT more than ConViT?", effect)
     text = "Does masking its position embedding cost ConViT accuracy?"
     t.ask(where, text, at((second, "loss")))
 

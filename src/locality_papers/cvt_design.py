@@ -15,7 +15,7 @@ from locality.models.variants import named
 from locality.training.cost import forward_macs, parameters
 from locality_papers import diagrams, published
 from locality_papers.experiment import A_POINT, STANDARD, Column, Experiment, experiment
-from locality_papers.measures import TOP1, ask_fewer, count, count_role
+from locality_papers.measures import TOP1, ask_fewer, count, count_role, percent_saved
 from locality_papers.runs import PAPERS_MODELS, Scale, variation
 
 
@@ -111,10 +111,11 @@ def figure_3(t: Experiment, s: Scale) -> None:
     """Drawn from CvT-13; independent of the scale."""
     t.about = "Queries, keys and values of a layer of stage 3."
     projections: dict[str, dict[str, Any]] = {
-        (linear := "(a) linear"): {"projection": ["linear", "linear", "linear"]},
-        (convolutional := "(b) convolutional"): {"kv_stride": 1},
+        "(a) linear": {"projection": ["linear", "linear", "linear"]},
+        "(b) convolutional": {"kv_stride": 1},
         "(c) squeezed": {},
     }
+    linear, convolutional, _ = projections
     for column, what, counted in (
         ("parameters", "parameters", parameters), ("flops", "MACs", forward_macs)
     ):  # fmt: skip
@@ -217,12 +218,8 @@ def table_7(t: Experiment, s: Scale) -> None:
     _ablate(t, s, models, "parameters", "flops")
     a, b = models
     _ask(t, "Does squeezing keys and values cost less than a point (b, a)?", b, a, A_POINT)
-    t.ask(
-        "§4.4, Table 7",
-        "Does squeezing keys and values save MACs?",
-        lambda v: 100 * (1 - v[b, "flops"] / v[a, "flops"]),
-        unit="%",
-    )
+    text = "Does squeezing keys and values save MACs?"
+    t.ask("§4.4, Table 7", text, percent_saved((b, "flops"), (a, "flops")), unit="%")
 
 
 @experiment("cvt/table-8", "Convolutional or linear projection, stage by stage")

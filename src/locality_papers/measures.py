@@ -19,9 +19,9 @@ from locality.training.config import RunConfig, ScheduleConfig
 from locality.training.cost import forward_macs, image_counts, parameters
 from locality.training.evaluation import evaluate_opened
 from locality.training.optim import make_plan
-from locality_papers.experiment import Experiment
+from locality_papers.experiment import Effect, Experiment
 from locality_papers.runs import Scale
-from locality_papers.table import Measure, Record
+from locality_papers.table import Key, Measure, Record
 
 _TRAJECTORY_IMAGES = 256
 
@@ -163,6 +163,11 @@ def count(t: Experiment, row: str, model: Callable[[], Any]) -> None:
     t.fixed(row, "flops", lambda: forward_macs(*model()) / 1e9)
 
 
+def percent_saved(small: Key, large: Key) -> Effect:
+    """How much less `small` is than `large`, in percent."""
+    return lambda v: 100 * (1 - v[small] / v[large])
+
+
 def ask_fewer(
     t: Experiment, where: str, small: str, large: str, column: str, paper: float | None = None
 ) -> None:
@@ -171,7 +176,7 @@ def ask_fewer(
     t.ask(
         where,
         f"Does {small} {what} than {large}?",
-        lambda v: 100 * (1 - v[small, column] / v[large, column]),
+        percent_saved((small, column), (large, column)),
         unit="%",
         paper=paper,
     )

@@ -123,7 +123,7 @@ def compare(arguments: Sequence[str]) -> int:
         # The runs' processes start as slowly as this one, and so does the page.
         spent = time.perf_counter() - started + 2 * starting
         runs = shortened(runs, spent, options.jobs)
-    outcomes = run_all(runs, options.jobs, None, options.threads, options.quiet)
+    outcomes = run_all(runs, options.jobs, threads=options.threads, quiet=options.quiet)
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     for outcome in failed:
         say(f"{outcome.run.name} failed: {outcome.error}")

@@ -355,10 +355,9 @@ def photos(model: str = "cvt_photo", img_size: ImageSize | None = None) -> RunCo
 
     Images of up to 96 pixels are cropped, flipped and recoloured a little, and half of the batches
     mixed; random areas and affine maps blur so few pixels, and RandAugment takes as long as a small
-    model. Larger ones have
-    random areas and mild RandAugment. Label smoothing keeps the model from overfitting. The EXIF
-    orientation is applied, and the aspect ratio is kept: evaluation crops the centre. The last
-    weights are kept, those of the lowest learning rate.
+    model. Larger ones have random areas and mild RandAugment. Label smoothing keeps the model from
+    overfitting. The EXIF orientation is applied, and the aspect ratio is kept: evaluation crops the
+    centre. The last weights are kept, those of the lowest learning rate.
 
     Command: `locality train photos --data.root FOLDER`, or `locality train FOLDER`. Image size and
     batch are then chosen for the images; the length is that of `--minutes`, `--steps` or

@@ -78,7 +78,7 @@ class Recorder:
     def __init__(
         self, folder: RunFolder, run: ResolvedRun, state: TrainState, quiet: bool = False
     ) -> None:
-        self._path, self._run, self._images = folder, run, run.images.fingerprint
+        self._run_folder, self._run, self._images = folder, run, run.images.fingerprint
         self._checkpoints = CheckpointFolder(folder.checkpoints, state.step or None)
         self._progress = Progress(run.plan.steps, state.step, quiet)
         self.log = self._progress.log
@@ -101,8 +101,8 @@ class Recorder:
     @property
     def _folder(self) -> RunFolder:
         """The folder to write to, checked to be in place."""
-        self._path.lock.check()
-        return self._path
+        self._run_folder.lock.check()
+        return self._run_folder
 
     def begin_decay(self) -> None:
         """Record the length that the run now has in the folder's configuration."""
@@ -126,7 +126,7 @@ class Recorder:
         Raises:
             CheckpointNotSaved: if the last checkpoint could not be written.
         """
-        self._path.lock.check()
+        self._run_folder.lock.check()
         self._checkpoints.check()
         self._timed_seconds += seconds
         self._timed_steps += 1
@@ -148,7 +148,7 @@ class Recorder:
 
     def log_evaluation(self, row: dict[str, Any], images: int, seconds: float) -> None:
         """Record an evaluation on `images` images that took `seconds`."""
-        self._path.lock.check()
+        self._run_folder.lock.check()
         self._progress.activity = "training"
         timing = {
             "step": row["step"],
@@ -204,7 +204,7 @@ class Recorder:
 
     def keep_best(self) -> None:
         """Keep the last checkpoint as the best."""
-        self._path.lock.check()
+        self._run_folder.lock.check()
         self._checkpoints.keep_best()
 
     def wait_until_saved(self) -> None:
