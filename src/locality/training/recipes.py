@@ -384,7 +384,7 @@ def photos(model: str = "cvt_photo", img_size: ImageSize | None = None) -> RunCo
     return RunConfig(
         recipe="photos",
         model=network if small else network.with_overrides(drop_path_rate=0.1),
-        data=DataConfig("folder", exif=True, val_fraction=0.15),
+        data=DataConfig("folder", exif=True, val_fraction=0.1),
         input=InputConfig(crop_pct=1.0),
         augment=augment,
         optim=optim,
