@@ -31,7 +31,6 @@ TOP = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
-SAVE = "src/locality/report/templates/save.js"  # how tables are saved
 REFERENCE = {
     "locality": ["locality", "locality.errors"],
     "models": ["locality.models"],
@@ -123,7 +122,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in sorted({path for page in pages for _, path in linked(page)}):
         if (place := place_of(path)).startswith("files/"):
             files.append(File.generated(config, place, abs_src_path=str(ROOT / path)))
-    for source, place in [*TOP.items(), (SAVE, "save.js")]:
+    for source, place in TOP.items():
         files.append(File.generated(config, place, abs_src_path=str(ROOT / source)))
     for name, modules in REFERENCE.items():
         page = File.generated(config, f"reference/{name}.md", content=reference(modules))

@@ -68,9 +68,9 @@
     const title = svg.getAttribute("aria-label");
     bar(svg.parentElement.lastElementChild, [["SVG", `save as SVG: ${title}`, () => save(`${named(title)}.svg`, [standing(svg)], "image/svg+xml")]]);
   }
-  for (const table of document.querySelectorAll("table.results, table.numbers, .md-typeset table")) {
+  for (const table of document.querySelectorAll("table.results, table.numbers")) {
     const title = titleOf(table);
-    bar(table.closest(".scroll, .wide, .md-typeset__scrollwrap") ?? table, [
+    bar(table.closest(".scroll, .wide") ?? table, [
       ["copy", `copy the table: ${title}`, (button) => copy(table, button)],
       ["CSV", `save as CSV: ${title}`, () => save(`${named(title)}.csv`, ["\ufeff", rowsOf(table).map((row) => row.map(quoted).join(",")).join("\r\n"), "\r\n"], "text/csv")],
     ]);
