@@ -64,7 +64,7 @@ def train(arguments: Sequence[str], command: str = "train") -> None:
     if options.fit is not None and not options.quiet and first:
         print(options.fit, file=sys.stderr)
     if options.dry_run:
-        print(training.dry_run(config, folder, options.images_per_second))
+        print(training.dry_run(config, folder))
         return
     if options.record:
         from locality.analysis.recording import check_observable, record
@@ -155,16 +155,12 @@ def read_run(arguments: Sequence[str], command: str = "train") -> tuple[RunConfi
     parser.add("--resume", None, "run folder to resume with its settings")
     parser.add("--print_config", False, "print all settings as YAML, for --config, and exit")
     parser.add("--dry_run", False, "check everything, print the cost and exit")
-    text = "speed for --dry_run's estimate; measured here by default"
-    parser.add("--images_per_second", None, text, checks.Positive)
     parser.add("--record", False, "measure attention before and after training, and of snapshots")
     parser.add("--quiet", False, "print nothing during training")
     short = SHORT | ({"weights": "--from"} if command == "finetune" else {})
     add_run_settings(parser, base, arguments, short)
     options = parser.read(arguments)
-    if not options.dry_run:
-        parser.refuse("images_per_second", "needs --dry_run")
-    else:
+    if options.dry_run:
         parser.refuse("record quiet", "has no effect with --dry_run")
 
     if options.resume is not None:

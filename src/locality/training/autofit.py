@@ -19,7 +19,7 @@ from locality.data.sources import ImageSource
 from locality.errors import UserError
 from locality.machine import idle_processors
 from locality.models.config import to_2tuple
-from locality.models.variants import PREFIX, family_of, variant
+from locality.models.variants import PREFIX, variant
 from locality.training.config import RunConfig
 from locality.training.recipes import is_small, recipe
 
@@ -68,15 +68,12 @@ def autofit(name: str, given: Mapping[str, Any]) -> tuple[RunConfig, str]:
         f"{len(splits.classes):,} classes, about {side} pixels on the shorter side{crop}",
         f"model   {model} at {size} pixels",
     ]
-    if family_of(model) == "cvt":
-        reasons.append("page    explore --live does not support CvT; give --model convit_nano")
-    if name == "photos" and not model.startswith(PREFIX):
-        reasons.append("beside  a small CNN by the same recipe: --model timm/test_resnet")
     if name == "photos":
-        reasons.append(
+        reasons += [
+            "beside  a small CNN by the same recipe: --model timm/test_resnet",
             f"first   pretrained weights help small datasets most: locality finetune "
-            f"{config.data.root} --from FILE, or a public name such as convit_tiny.fb_in1k"
-        )
+            f"{config.data.root} --from FILE, or a public name such as convit_tiny.fb_in1k",
+        ]
     return config, "\n".join(reasons)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from locality import checks
 from locality.data import open_data, train_loader
 from locality.data.config import DATASETS, DataConfig
 from locality.machine import arithmetic_threads
@@ -170,26 +169,19 @@ def _size(architecture: Any, classes: int) -> tuple[int, int]:
     return count_parameters(network), count_macs(network)
 
 
-def dry_run(
-    config: RunConfig, folder: Path | str | None = None, images_per_second: float | None = None
-) -> str:
+def dry_run(config: RunConfig, folder: Path | str | None = None) -> str:
     """Check a run and estimate its cost, as text; of ImageNet also without its images.
 
     Args:
         config: the run.
         folder: the run's folder, checked if it exists; nothing is written.
-        images_per_second: training speed over all processes; measured here unless given.
 
     Raises:
         UserError: if `train` would refuse the run.
     """
-    if images_per_second is not None:
-        checks.typed("images_per_second", images_per_second, checks.Positive)
     row = DATASETS[config.data.dataset]
     if config.data.root is None and row.get("needs_root", True) and "images" in row:
         plan, _, time_here = estimate_cost(config, config.engine.threads)
-        if images_per_second:
-            time_here = _images(plan, image_counts(config)[1]) / images_per_second
         return (
             f"length  {plan.steps:,} steps of {plan.batch_size:,} images\n"
             f"time    {format_duration(time_here)} without reading images; with --data.root, "
@@ -204,10 +196,9 @@ def dry_run(
     reading = max(1, config.data.workers * run.world_size) / time_loading(run)
     with arithmetic_threads(config.engine.threads):
         seconds = time_step(config, len(run.splits.classes), run.micro_batch, run.precision)
-    computing = images_per_second or run.world_size / seconds
+    computing = run.world_size / seconds
     # Without workers, reading and computing take turns.
     rate = min(reading, computing) if config.data.workers else 1 / (1 / reading + 1 / computing)
-    rate = images_per_second or rate
     if config.schedule.minutes is None:
         time, images = _images(run.plan, len(run.splits.val)) / rate, float(run.plan.images)
     else:
