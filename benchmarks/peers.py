@@ -30,6 +30,15 @@ from locality.training.model import saved_activations
 
 Work = Callable[[], object]
 
+# How a model is called. `reduce-overhead` replays CUDA graphs.
+MODES: dict[str, Callable[[nn.Module], Any]] = {
+    "eager": lambda model: model,
+    "compiled": torch.compile,
+    "graphs": partial(torch.compile, mode="reduce-overhead"),
+}
+# Calls timed together on a GPU, which works on one while the next is launched, as in training.
+_CALLS = 5
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -71,7 +80,7 @@ def interleave(
     """Time each piece of work once per round.
 
     Other load then slows all contenders equally, and ratios within a round vary less than absolute
-    times. `warmup` rounds come first. On CUDA, device events replace `clock`.
+    times. `warmup` rounds come first. On CUDA, device events around five calls replace `clock`.
     """
     for _ in range(warmup):
         for function in work.values():
@@ -88,10 +97,11 @@ def _seconds(function: Work, device: torch.device, clock: Callable[[], float]) -
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(device)
         start.record()
-        function()
+        for _ in range(_CALLS):
+            function()
         end.record()
         torch.cuda.synchronize(device)
-        return start.elapsed_time(end) / 1000
+        return start.elapsed_time(end) / 1000 / _CALLS
     before = clock()
     function()
     return clock() - before
@@ -101,7 +111,8 @@ def inference(model: nn.Module, images: Tensor, autocast: Callable[[], object]) 
     """One forward pass without gradients."""
 
     def work() -> None:
-        with torch.inference_mode(), autocast():  # type: ignore[attr-defined]
+        # Inference mode breaks CUDA graphs recorded later in training (pytorch issue 135892).
+        with torch.no_grad(), autocast():  # type: ignore[attr-defined]
             model(images)
 
     return work
@@ -148,7 +159,7 @@ def run_benchmark(
     img_size: int | None = None,
     batch_size: int = 8,
     precision: str = "fp32",
-    compiled: bool = False,
+    mode: str = "eager",
     tasks: Sequence[str] = ("inference", "training"),
     rounds: int = 11,
     threads: int | None = None,
@@ -162,7 +173,7 @@ def run_benchmark(
         img_size: in pixels; default the model's.
         batch_size: images per call.
         precision: "fp32", or "bf16" for autocast.
-        compiled: use torch.compile.
+        mode: one of `MODES`.
         tasks: "inference", "training" (forward, backward, AdamW).
         rounds: number of times each contender is timed.
         threads: CPU threads; default torch's choice.
@@ -188,15 +199,15 @@ def run_benchmark(
         work: dict[str, Work] = {}
         kept: dict[str, int] = {}
         for label, contender in _for_task(contenders, task):
-            if task == "training" and not compiled:
+            if task == "training" and mode == "eager":
                 kept[label] = saved_activations(contender, images, cast)
-            called: Any = torch.compile(contender) if compiled else contender
             make = inference if task == "inference" else training_step
-            work[label] = make(called, images, cast)
-        what = {"task": task, "img_size": images.shape[-1], "precision": precision}
-        what["mode"] = "compiled" if compiled else "eager"
-        for row in timed_rows(interleave(work, place, rounds), batch_size, what):
-            row["peak_memory_mb"] = _megabytes(peak_memory(work[row["contender"]], place))
+            work[label] = make(MODES[mode](contender), images, cast)
+        what = {"task": task, "img_size": images.shape[-1], "precision": precision, "mode": mode}
+        timing = interleave(work, place, rounds, warmup=4 if mode == "graphs" else 2)
+        for row in timed_rows(timing, batch_size, what):
+            if mode != "graphs":  # which allocate when they are recorded
+                row["peak_memory_mb"] = _megabytes(peak_memory(work[row["contender"]], place))
             row["saved_activations_mb"] = _megabytes(kept.get(row["contender"]))
             rows.append(row | {"max_abs_logit_difference_fp32": difference})
     return {"model": ours.variant, "machine": machine(place), "rows": rows}
@@ -283,7 +294,8 @@ def _contenders(
     fields = {} if size is None else {"img_size": size}
     ours = build(model if isinstance(model, str) else model.config, **fields)
     if against == "transformers" and isinstance(ours, ConvolutionalVisionTransformer):
-        ours = build(ours.config, activation="gelu")  # the exact GELU, as in transformers
+        # As the peer: the exact GELU, and no branch dropped in training.
+        ours = build(ours.config, activation="gelu", drop_path_rate=0.0)
     ours.variant = model if isinstance(model, str) else model.variant
     randomise(ours)
     contenders: dict[str, nn.Module] = {"locality": ours, **peers(ours, against)}
@@ -335,15 +347,15 @@ def timed_rows(timing: Timing, images: int, what: dict[str, Any]) -> list[dict[s
 def _for_task(contenders: dict[str, nn.Module], task: str) -> Iterator[tuple[str, nn.Module]]:
     """The contenders prepared for a task; training uses copies, so that weights stay equal.
 
-    As in `locality train`, our models train with shortcuts. For inference they are measured plain
-    and fused.
+    Our models are measured plain and with shortcuts, as `locality train` and `fuse` take them.
     """
     for label, model in contenders.items():
         if task == "training":
-            trained = copy.deepcopy(model).train()
-            if isinstance(trained, ImageClassifier):
-                trained.shortcuts = True
-            yield label, trained
+            yield label, copy.deepcopy(model).train()
+            if isinstance(model, ImageClassifier) and not isinstance(model, TimmModel):
+                faster = copy.deepcopy(model).train()
+                faster.shortcuts = True
+                yield f"{label} (shortcuts)", faster
         else:
             yield label, model
             if isinstance(model, ImageClassifier) and not isinstance(model, TimmModel):

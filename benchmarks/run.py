@@ -5,7 +5,7 @@ to benchmarks/results/NAME.json and, as tables, NAME.md; NAME has device and dat
 
     python benchmarks/run.py            everything; about 20 minutes on two cores
     python benchmarks/run.py --only bf16 memory
-    python benchmarks/run.py --only gpu gpu_large gpu_cvt       with GPU-sized batches
+    python benchmarks/run.py --only gpu gpu_cvt       with GPU-sized batches
     python benchmarks/run.py --only sizes sizes_cvt             nine models; hours
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peers import interleave, run_benchmark, to_table
+from peers import MODES, interleave, run_benchmark, to_table
 
 from locality.files import write_atomic
 from locality.machine import commit
@@ -40,7 +40,8 @@ def settings(**named: Any) -> Settings:
     return [dict(zip(named, values, strict=True)) for values in product(*lists)]
 
 
-_PIXELS, _FORMS, _BOTH = [224, 384, 512], [False, True], ["fp32", "bf16"]
+_PIXELS, _BOTH = [224, 384, 512], ["fp32", "bf16"]
+_FORMS = ["eager", "compiled"]
 _INFERENCE, _TRAINING = ("inference",), ("training",)
 # name → (question, models, settings)
 PLAN: dict[str, tuple[str, list[str], Settings]] = {
@@ -52,7 +53,7 @@ PLAN: dict[str, tuple[str, list[str], Settings]] = {
     "floor": (
         "Beside a plain ViT of the same width and heads: 224 px, fp32, eager and compiled",
         ["convit_tiny", "convit_small"],
-        settings(compiled=_FORMS),
+        settings(mode=_FORMS),
     ),
     "bf16": (
         "bf16 autocast beside fp32: inference at 224 px",
@@ -71,22 +72,17 @@ PLAN: dict[str, tuple[str, list[str], Settings]] = {
         settings(against="transformers"),
     ),
 }
-_SIZES = {"img_size": _PIXELS, "precision": _BOTH, "compiled": _FORMS}
+_SIZES = {"img_size": _PIXELS, "precision": _BOTH, "mode": _FORMS}
 GPU_PLAN: dict[str, tuple[str, list[str], Settings]] = {
     "gpu": (
-        "The soft bias on a GPU: 224 px, batches of 64, bf16, eager and compiled",
-        ["convit_tiny", "convit_small", "convit_base"],
-        settings(batch_size=64, precision="bf16", compiled=_FORMS),
-    ),
-    "gpu_large": (
-        "The soft bias on a GPU as images grow: batches of 32, bf16",
-        ["convit_tiny", "convit_small"],
-        settings(batch_size=32, precision="bf16", compiled=_FORMS, img_size=[384, 512]),
+        "On a GPU: 224 px, batches of 64, bf16, eager, compiled and with CUDA graphs",
+        ["convit_tiny", "convit_small", "convit_base", "deit_small"],
+        settings(batch_size=64, precision="bf16", mode=[*MODES]),
     ),
     "gpu_cvt": (
-        "CvT on a GPU beside transformers': 224 px, batches of 64, bf16, eager and compiled",
+        "CvT on a GPU beside transformers': 224 px, batches of 64, bf16, in the same modes",
         ["cvt_13", "cvt_21"],
-        settings(batch_size=64, precision="bf16", compiled=_FORMS, against="transformers"),
+        settings(batch_size=64, precision="bf16", mode=[*MODES], against="transformers"),
     ),
     "sizes": (
         "ConViT and DeiT: 224, 384 and 512 px, fp32 and bf16, eager and compiled",
