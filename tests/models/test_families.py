@@ -55,6 +55,59 @@ def test_sizes_of_the_papers_tables(name):
             assert count_macs(model, size) / 1e9 == pytest.approx(billions, rel=5e-3)
 
 
+CONVIT = [
+    *({"gpsa_layers": n, "global_pool": pool} for n in (0, 3) for pool in ("token", "avg")),
+    {"gpsa_layers": 4, "global_pool": "avg"},
+    {"gpsa_layers": 4, "class_token": False},  # the first patch, as in the authors' code
+    {"conv_init": False, "qkv_bias": True},
+    {"gating_init": 0.0, "freeze_gating": True},
+    {"freeze_gpsa": True},
+    {"use_pos_embed": False, "locality_strength": 0.1},
+    {"class_token": False, "global_pool": "avg"},
+    {"num_heads": 9, "embed_dim": 54},
+]
+DEIT = [
+    {"global_pool": "avg"},
+    {"use_pos_embed": False},
+    {"class_token": False, "embed_class_token": False, "global_pool": "avg"},
+]
+CVT = [
+    {"use_pos_embed": True, "embed_kernel": (4, 2, 2), "embed_padding": 0},
+    {"use_pos_embed": (True, False, False), "kv_stride": 1, "activation": "gelu"},
+    {"projection": "linear", "attention_scale": "head"},
+    {"projection": ("conv", "linear", "avg"), "qkv_bias": False},
+    {"projection_kernel": 5, "mlp_ratio": 2.0},
+    {"depth": (0, 0, 1)},
+]
+ARCHITECTURES = [
+    *(
+        ("convit_nano", {"positional_attention": kind} | fields)
+        for kind in ("gpsa", "psa")
+        for fields in CONVIT
+    ),
+    *(("deit_nano", fields) for fields in DEIT),
+    *(
+        ("cvt_13", SMALL_CVT | {"img_size": 64, "global_pool": pool} | fields)
+        for pool in ("token", "avg")
+        for fields in CVT
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "fields"), ARCHITECTURES, ids=str)
+def test_every_architecture_sees_its_images_and_learns_everywhere(name, fields, randomise):
+    fields = {"num_classes": 10, "drop_path_rate": 0.0} | fields
+    model = randomise(build(name, **fields)).train().double()
+    logits = model(images(model).double())
+    assert (logits[0] - logits[1]).abs().max() > 1e-4
+    logits.square().sum().backward()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    total = sum(p.grad.square().sum() for p in trained.values()).sqrt()
+    for name, parameter in trained.items():
+        fraction = parameter.grad.norm() / total  # DDP needs a gradient for unused parameters, too
+        assert (fraction < 1e-12) == (name in model.unused_parameters()), name
+
+
 @pytest.fixture(params=KINDS)
 def model(request, randomise):
     fields = {"num_classes": 10, "drop_path_rate": 0.0} | KINDS[request.param]
@@ -92,6 +145,17 @@ def test_a_fused_copy_has_the_same_logits_and_cannot_train(model):
     assert model.train().fuse().training is False and model.training
     with pytest.raises(ValueError, match="fused"):
         fused.train()
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "last"),
+    [("convit_nano", {"drop_path_rate": 0.4}, 0.4), ("cvt_13", {"depth": (1, 1, 5)}, 0.1)],
+)
+def test_stochastic_depth_rises_linearly(name, fields, last):
+    model = build(name, **fields)
+    blocks = (model.stages[-1] if hasattr(model, "stages") else model).blocks
+    rates = [getattr(block.drop_path, "drop_prob", 0.0) for block in blocks]
+    assert rates == pytest.approx([last * i / (len(blocks) - 1) for i in range(len(blocks))])
 
 
 def test_any_size_and_any_batch_works(model):

@@ -1,7 +1,5 @@
 """DeiT and ConViT: blocks, class token, position embeddings."""
 
-from typing import get_args
-
 import pytest
 import timm
 import torch
@@ -12,14 +10,10 @@ from locality.models import (
     PositionalSelfAttention,
     SelfAttention,
     build,
-    list_models,
     variant,
 )
-from locality.models.config import PositionalAttention
 
 from .conftest import images
-
-SMALL = [name for name in list_models() if variant(name).family != "cvt" and name.endswith("nano")]
 
 
 def test_every_baseline_has_the_size_of_its_model():
@@ -38,49 +32,6 @@ def test_every_baseline_has_the_size_of_its_model():
 def test_first_blocks_are_positional_the_rest_plain(kind, layer):
     model = build("convit_nano", positional_attention=kind)
     assert [type(block.attn) for block in model.blocks] == [layer] * 3 + [SelfAttention]
-
-
-ATTENTION = [{"positional_attention": name} for name in get_args(PositionalAttention)]
-LAYERS = [
-    {"gpsa_layers": 0},
-    {"gpsa_layers": 3},
-    {"gpsa_layers": 4, "global_pool": "avg"},
-    {"gpsa_layers": 4, "class_token": False},  # the first patch, as in the authors' code
-]
-OTHERS = [
-    {"conv_init": False},
-    {"gating_init": 0.0, "freeze_gating": True},
-    {"freeze_gpsa": True},
-    {"use_pos_embed": False},
-    {"qkv_bias": True},
-    {"locality_strength": 0.1},
-    {"class_token": False, "global_pool": "avg"},
-    {"num_heads": 9, "embed_dim": 54},
-]
-ARCHITECTURES = [
-    *(
-        ("convit_nano", attention | layers | {"global_pool": pool} | layers)
-        for attention in ATTENTION
-        for layers in LAYERS
-        for pool in ("token", "avg")
-    ),
-    *(("convit_nano", attention | other) for attention in ATTENTION for other in OTHERS),
-    *(("deit_nano", {"global_pool": pool}) for pool in ("token", "avg")),
-    ("deit_nano", {"use_pos_embed": False}),
-    ("deit_nano", {"class_token": False, "embed_class_token": False, "global_pool": "avg"}),
-]
-
-
-@pytest.mark.parametrize(("name", "fields"), ARCHITECTURES, ids=str)
-def test_every_architecture_sees_its_images_and_learns_everywhere(name, fields):
-    torch.manual_seed(0)
-    model = build(name, **fields)
-    logits = model(images(model))
-    assert (logits[0] - logits[1]).abs().max() > 1e-4
-    torch.nn.functional.cross_entropy(logits, torch.tensor([1, 2])).backward()
-    for key, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            assert parameter.grad is not None and parameter.grad.abs().max() > 0, key
 
 
 def test_a_model_of_positional_layers_alone_reads_the_first_patch_as_the_authors_does():
@@ -110,7 +61,7 @@ def test_frozen_parts_get_none():
     }
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", ["convit_nano", "deit_nano"])
 def test_an_image_that_does_not_fit_the_patch_is_refused(name):
     model = build(name)
     with pytest.raises(ValueError, match="multiples of 2"):
@@ -119,32 +70,26 @@ def test_an_image_that_does_not_fit_the_patch_is_refused(name):
         build(name, patch_size=3)
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_a_resampled_position_embedding_is_that_of_a_model_made_for_the_size(name):
-    model = build(name).eval()
-    larger = build(name, img_size=(12, 20)).eval()
-    prefix = int(model.config.embed_class_token)
-    resampled = timm.layers.resample_abs_pos_embed(
-        model.pos_embed, new_size=[6, 10], old_size=[4, 4], num_prefix_tokens=prefix
-    )
-    larger.load_state_dict(model.state_dict() | {"pos_embed": resampled})
+UNPLACED = {"use_pos_embed": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("convit_nano", {}),
+        ("deit_nano", {}),
+        ("convit_nano", UNPLACED),
+        ("convit_nano", UNPLACED | {"positional_attention": "psa"}),
+    ],
+)
+def test_weights_fit_another_size_if_position_embeddings_are_resampled(name, fields):
+    """Positional attention has no parameter that depends on the grid."""
+    model, larger = (build(name, img_size=size, **fields).eval() for size in (8, (12, 20)))
+    state, prefix = model.state_dict(), int(model.config.embed_class_token)
+    for key in {"pos_embed"} & state.keys():
+        state[key] = timm.layers.resample_abs_pos_embed(
+            state[key], new_size=[6, 10], old_size=[4, 4], num_prefix_tokens=prefix
+        )
+    larger.load_state_dict(state)
     x = images(larger)
     torch.testing.assert_close(model(x), larger(x))
-
-
-@pytest.mark.parametrize("kind", ["gpsa", "psa"])
-def test_without_position_embedding_the_encodings_need_no_resampling(kind):
-    """No parameter depends on the grid, so weights fit a model of any size."""
-    fields = {"use_pos_embed": False, "positional_attention": kind}
-    model = build("convit_nano", **fields).eval()
-    larger = build("convit_nano", img_size=(20, 8), **fields).eval()
-    larger.load_state_dict(model.state_dict())
-    x = images(larger)
-    assert model.pos_embed is None
-    assert torch.equal(model(x), larger(x))
-
-
-def test_drop_path_grows_linearly():
-    model = build("convit_nano", drop_path_rate=0.3)
-    rates = [getattr(block.drop_path, "drop_prob", 0.0) for block in model.blocks]
-    assert rates == pytest.approx([0.0, 0.1, 0.2, 0.3])

@@ -19,25 +19,14 @@ from locality.layers.grid import (
     Grid,
     ProjectionName,
     check_heads,
-    hidden_width,
     projected_grid,
 )
-from locality.settings import check, setting, settings_of
+from locality.settings import check, setting, settings_of, with_role
 
 PositionalAttention = Literal["gpsa", "psa"]
 PREFIX = "timm/"
 """The name prefix of timm models."""
 Activation = Literal["quick_gelu", "gelu"]
-
-
-def weight_signature(config: Any) -> dict[str, Any]:
-    """The fields of a configuration that its weights depend on."""
-    of = settings_of(config)
-    return {
-        name: getattr(config, name)
-        for name, setting in of.items()
-        if name != "name" and setting.role not in ("interface", "training")
-    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +46,7 @@ class Architecture:
         proj_drop_rate: dropout after every attention and inside every MLP.
         family, title: the name of the family in files and in messages.
         stem, classifiers: names of the first module and of the classifiers, which are averaged.
+        pos_embed: name of the position embedding on each of `grids`.
 
     Raises:
         UserError: with the field, the value given and what is accepted.
@@ -65,6 +55,7 @@ class Architecture:
     family: ClassVar[str]
     title: ClassVar[str]
     stem: ClassVar[str]
+    pos_embed: ClassVar[str]
     classifiers: ClassVar[tuple[str, ...]] = ("head",)
 
     name: str = dataclasses.field(default="", compare=False)
@@ -75,9 +66,6 @@ class Architecture:
     class_token: bool | None = None
     drop_rate: checks.ShareBelowOne = setting(0.0, "training")
     proj_drop_rate: checks.ShareBelowOne = setting(0.0, "training")
-
-    def __post_init__(self) -> None:
-        check(self)
 
     @property
     def has_class_token(self) -> bool:
@@ -99,11 +87,13 @@ class Architecture:
 
     def embeddings(self) -> dict[str, Grid]:
         """Grids of the position embeddings, by name."""
-        raise NotImplementedError
+        return {self.pos_embed.format(i): grid for i, grid in enumerate(self.native_grids)}
 
     def weight_signature(self) -> dict[str, Any]:
-        """The fields that the weights depend on, normalised, by dotted name."""
-        return weight_signature(self) | {"class_token": self.has_class_token}
+        """The settings that the weights depend on, with no value left open."""
+        others = {"name", *with_role(type(self), "interface", "training")}
+        own = {name: getattr(self, name) for name in settings_of(self) if name not in others}
+        return own | {"class_token": self.has_class_token}
 
     def with_overrides(self, **fields: Any) -> Self:
         """This configuration with some fields changed, those that are not None.
@@ -111,24 +101,20 @@ class Architecture:
         Raises:
             UserError: for an unknown field (suggesting the nearest) or an invalid value.
         """
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         given = {name: value for name, value in fields.items() if value is not None}
+        own = [field.name for field in dataclasses.fields(self)]
         check_known(f"setting of {self.name or self.title}", given, own, UnknownSetting)
-        return self if own == own | given else dataclasses.replace(self, **given)
+        return dataclasses.replace(self, **given) if given else self
 
 
 def signature_diff(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
-    """Fields that make weights of one configuration invalid for another of the same family.
-
-    Input and output sizes and training settings are ignored. MLPs are compared by width, keys and
-    values by their stride per block.
+    """Settings that make weights of one configuration invalid for another of the same family.
 
     Returns:
-        dotted field name → its two values.
+        name → its two values.
     """
     first, second = one.weight_signature(), other.weight_signature()
-    both = {name: (first.get(name), second.get(name)) for name in (*first, *second)}
-    return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
+    return {name: (x, second[name]) for name, x in first.items() if x != second[name]}
 
 
 def to_2tuple(img_size: int | Sequence[int]) -> Grid:
@@ -183,9 +169,10 @@ class ViTConfig(Architecture):
     family = "vit"
     title = "a DeiT or ConViT"
     stem = "patch_embed"
+    pos_embed = "pos_embed"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check(self)
         check_heads(self.embed_dim, self.num_heads)
         checks.integer("gpsa_layers", self.gpsa_layers, 0, self.depth)
         reads_token = self.global_pool == "token" and self.class_token is None
@@ -232,19 +219,6 @@ class ViTConfig(Architecture):
             )
         return [(height // patch, width // patch)]
 
-    def embeddings(self) -> dict[str, Grid]:
-        """The patch grid of `pos_embed`."""
-        return {"pos_embed": self.native_grids[0]}
-
-    def weight_signature(self) -> dict[str, Any]:
-        """As `Architecture.weight_signature`; `positional_attention` only with `gpsa_layers`."""
-        fields = super().weight_signature() | {
-            "mlp_ratio": hidden_width(self.embed_dim, self.mlp_ratio)
-        }
-        if not self.gpsa_layers:
-            del fields["positional_attention"]
-        return fields
-
 
 class StageConfig(NamedTuple):
     """One stage of a CvT, with nothing left open; see `CvTConfig`."""
@@ -268,12 +242,6 @@ class StageConfig(NamedTuple):
         """The token grid of the stage for an image or token map of `size` (Eq. 1)."""
         return projected_grid(
             size, "conv", self.embed_kernel, self.embed_stride, self.embed_padding
-        )
-
-    def kv_grid(self, grid: Grid, kv_stride: int) -> Grid:
-        """The grid of the keys and values of tokens on `grid`."""
-        return projected_grid(
-            grid, self.projection, self.projection_kernel, kv_stride, self.kv_padding
         )
 
 
@@ -333,9 +301,10 @@ class CvTConfig(Architecture):
     family = "cvt"
     title = "a CvT"
     stem = "stages.0.embed.conv"
+    pos_embed = "stages.{}.pos_embed"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check(self)
         if not self.embed_dim:
             raise UserError("embed_dim is empty; give the width of each stage")
         if not self.per_stage("depth")[-1]:
@@ -430,22 +399,10 @@ class CvTConfig(Architecture):
             grids.append(grid)
         return grids
 
-    def embeddings(self) -> dict[str, Grid]:
-        """The token grid of each stage's position embedding."""
-        return {f"stages.{i}.pos_embed": grid for i, grid in enumerate(self.native_grids)}
-
     def weight_signature(self) -> dict[str, Any]:
-        """As `Architecture.weight_signature`, with the fields of each stage."""
-        fields = super().weight_signature()
-        for name in StageConfig._fields:
-            fields.pop(name, None)
-        for index, stage in enumerate(self.stages):
-            linear = {"kv_stride", "projection_kernel", "kv_padding"}
-            unused = {"drop_path_rate"} | (linear if stage.projection == "linear" else set())
-            widths = tuple(hidden_width(stage.embed_dim, ratio) for ratio in stage.mlp_ratio)
-            own = stage._replace(mlp_ratio=widths)._asdict().items()
-            fields |= {f"stages.{index}.{name}": x for name, x in own if name not in unused}
-        return fields
+        """As `Architecture.weight_signature`, with the values of each stage and block."""
+        columns = dict(zip(StageConfig._fields, zip(*self.stages, strict=True), strict=True))
+        return {name: columns.get(name, x) for name, x in super().weight_signature().items()}
 
 
 def _one(values: Any) -> Any:
@@ -502,19 +459,14 @@ class TimmConfig:
     @property
     def classifiers(self) -> tuple[str, ...]:
         """Names of the classifiers: distilled models have two."""
-        names = _pretrained_cfg(self.timm_name).classifier or ()
+        names = pretrained_cfg(self.timm_name).classifier or ()
         return tuple(f"model.{name}" for name in ([names] if isinstance(names, str) else names))
 
     @property
     def stem(self) -> str:
         """Name of the first convolution, of several the first; "model." if timm names none."""
-        names = _pretrained_cfg(self.timm_name).first_conv or ("",)
+        names = pretrained_cfg(self.timm_name).first_conv or ("",)
         return f"model.{names if isinstance(names, str) else names[0]}"
-
-    @property
-    def has_fixed_size(self) -> bool:
-        """Whether the model is built for one image size."""
-        return bool(_pretrained_cfg(self.timm_name).fixed_input_size)
 
     def embeddings(self) -> dict[str, Grid]:
         """Empty: position embeddings of timm models are not resampled."""
@@ -522,13 +474,13 @@ class TimmConfig:
 
     def weight_signature(self) -> dict[str, Any]:
         """As `Architecture.weight_signature`."""
-        return weight_signature(self) | {"name": self.name}
+        return {"name": self.name, "settings": self.settings}
 
     def data_config(self) -> dict[str, Any]:
         """timm's data configuration of the model: input size, mean, std, interpolation, crop."""
         from timm.data import resolve_data_config
 
-        return resolve_data_config(pretrained_cfg=_pretrained_cfg(self.timm_name).to_dict())
+        return resolve_data_config(pretrained_cfg=pretrained_cfg(self.timm_name).to_dict())
 
     @classmethod
     def named(cls, name: str) -> TimmConfig:
@@ -537,7 +489,7 @@ class TimmConfig:
         Raises:
             UserError: if timm has no model of this name.
         """
-        cfg = _pretrained_cfg(name.removeprefix(PREFIX))
+        cfg = pretrained_cfg(name.removeprefix(PREFIX))
         return cls(name=name, num_classes=cfg.num_classes, img_size=cfg.input_size[1:])
 
     def with_overrides(self, **fields: Any) -> TimmConfig:
@@ -564,7 +516,8 @@ def _number(value: Any) -> Any:
     return int(number) if number.is_integer() else number if math.isfinite(number) else value
 
 
-def _pretrained_cfg(name: str) -> Any:
+def pretrained_cfg(name: str) -> Any:
+    """What timm records of its model of this name, as far as it does."""
     from timm.models import PretrainedCfg, get_pretrained_cfg
 
     return get_pretrained_cfg(name) or PretrainedCfg()

@@ -9,12 +9,18 @@ import timm
 import torch
 from timm.models import group_parameters
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from locality.errors import UnknownSetting, UserError, wrap_errors
 from locality.models.base import ImageClassifier
-from locality.models.config import Architecture, CvTConfig, TimmConfig, ViTConfig, to_2tuple
+from locality.models.config import (
+    Architecture,
+    CvTConfig,
+    TimmConfig,
+    ViTConfig,
+    pretrained_cfg,
+    to_2tuple,
+)
 from locality.models.convit import VisionTransformer
 from locality.models.cvt import ConvolutionalVisionTransformer
 from locality.models.variants import named
@@ -30,7 +36,7 @@ class TimmModel(ImageClassifier):
     def __init__(self, config: TimmConfig) -> None:
         super().__init__(config, 0)
         settings: dict[str, Any] = dict(config.settings)
-        if config.has_fixed_size:
+        if pretrained_cfg(config.timm_name).fixed_input_size:
             settings |= {"img_size": config.img_size}
         try:
             self.model: Any = timm.create_model(
@@ -84,15 +90,10 @@ class TimmModel(ImageClassifier):
         """As in timm, which may build other layers for another pooling: it is set when building.
 
         Raises:
-            UserError: for another pooling than the model's.
+            UserError: for a pooling.
         """
-        inner = getattr(self.model, "head", None)
-        own = getattr(self.model, "global_pool", getattr(inner, "global_pool", None))
-        if global_pool not in (None, getattr(own, "pool_type", own)):
-            raise UserError(
-                f"the pooling of {self.config.name} cannot be reset; build it with "
-                f"global_pool={global_pool!r}"
-            )
+        if global_pool is not None:
+            raise UserError(f"the pooling of {self.config.name} is set when it is built")
         self.model.reset_classifier(num_classes)
         self.num_classes = num_classes
         self.config = dataclasses.replace(self.config, num_classes=num_classes)
@@ -164,15 +165,12 @@ def count_macs(model: ImageClassifier, img_size: int | tuple[int, int] | None = 
     """
     size = model.img_size if img_size is None else to_2tuple(img_size)
     with torch.device("meta"):
-        on_meta = next(model.parameters()).is_meta
-        counted = model if on_meta else build(model.config)
+        counted = model if next(model.parameters()).is_meta else build(model.config)
         images = torch.zeros(1, model.in_chans, *size)
     wrong = f"{model.variant} cannot take images of {size[0]}×{size[1]} pixels"
     counter = FlopCounterMode(display=False)
-    # The math backend consists of counted products; fused ones are opaque to the counter.
     training = counted.training
-    counted.eval()
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter, wrap_errors(wrong, RuntimeError):
-        counted.forward_head(counted.forward_features(images))
+    with torch.no_grad(), counter, wrap_errors(wrong, RuntimeError):
+        counted.eval().forward_head(counted.forward_features(images))
     counted.train(training)
     return counter.get_total_flops() // 2

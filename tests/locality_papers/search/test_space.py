@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from locality.layers.grid import hidden_width
+from locality.layers.grid import hidden_width, projected_grid
 from locality.models import build, list_models, variant
 from locality.models.config import to_2tuple
 from locality_papers.search.space import Cost, SearchSpace, cost
@@ -34,7 +34,8 @@ def closed_form(config):
         channels = stage.embed_dim
         tokens = patches + (config.has_class_token and stage is last)
         for stride, ratio in zip(stage.kv_stride, stage.mlp_ratio, strict=True):
-            keys = math.prod(stage.kv_grid(grid, stride))
+            window = (stage.projection_kernel, stride, stage.kv_padding)
+            keys = math.prod(projected_grid(grid, stage.projection, *window))
             block = block_cost(stage, patches, tokens, keys, hidden_width(channels, ratio))
             parameters, macs = parameters + block[0], macs + block[1]
     return Cost(parameters, macs)
