@@ -188,13 +188,13 @@ def _first_query(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _convolutional_attention(layer: Any, x: Tensor, grid: Grid, first: bool) -> Tensor:
     """CvT's attention."""
     image = layer.image(x, grid)
-    k, v = (layer.split_heads(linear(p.linear, p.mix(x, image))) for p in (layer.k, layer.v))
+    k, v = (layer.split_heads(linear(p.linear, p.convolve(x, image))) for p in (layer.k, layer.v))
     if first and not layer.training:
         mixed = x[:, :1]  # the class token is not convolved
     else:
         # In training, all patches are convolved: BatchNorm needs their statistics, and
         # data-parallel training needs every parameter in the graph.
-        mixed = layer.q.mix(x, image)[:, : 1 if first else None]
+        mixed = layer.q.convolve(x, image)[:, : 1 if first else None]
     q = layer.split_heads(linear(layer.q.linear, mixed))
     return _project(layer, F.scaled_dot_product_attention(q, k, v, scale=layer.scale))
 

@@ -2,17 +2,20 @@
 
 Shapes:  h heads · H×W token grid, rows first · N = H·W tokens, row-major · d head width
 
-The positional score of ConViT's Eq. 4 and 7 is v_pos · r_δ with r_δ = (‖δ‖², δ₁, δ₂), where
-δ = key − query, δ₁ along rows (down), δ₂ along columns (right), in token units. It is a sum of a
-term in δ₁ and a term in δ₂,
+The positional score of ConViT's Eq. 4 and 7 is v_pos · r_δ with r_δ = (‖δ‖², δ₁, δ₂). The offset
+δ = j − i from the query at (i₁, i₂) to the key at (j₁, j₂) is in tokens, δ₁ down and δ₂ right. The
+score is a term in δ₁ plus a term in δ₂, whatever v_pos = v is:
 
-    v · r_δ = (v₀ δ₁² + v₁ δ₁) + (v₀ δ₂² + v₂ δ₂) = s(q₁, k₁) + t(q₂, k₂),
+    v · r_δ = (v₀ δ₁² + v₁ δ₁) + (v₀ δ₂² + v₂ δ₂) = s(i₁, j₁) + t(i₂, j₂)
 
-for any v. So softmax(v·r) is the outer product of a softmax over rows and one over columns
-(`Separable`): two small matrix products, O(N·(H+W)). And v·r = φ(q)·ψ(k), where φ(q) is one at
-indices q₁ and H + q₂ and zero elsewhere, and ψ(k) = (s(·, k₁), t(·, k₂)) (`dot_product_form`),
-which adds position to the scores of ordinary attention. The N×N matrix is only computed for
-inspection (`positional_attention`).
+Eq. 7: softmax(v·r) is the outer product of a softmax over rows and one over columns (`Separable`).
+Two small matrix products apply it, N·(H+W) multiplications per channel.
+
+Eq. 4: one softmax over content and position. Position joins the scores of ordinary attention as
+further entries of queries and keys, v·r = φ(i)·ψ(j): φ(i) is one at indices i₁ and H + i₂ and zero
+elsewhere, ψ(j) = (s(·, j₁), t(·, j₂)) (`dot_product_form`).
+
+The N×N matrix is only computed for inspection (`positional_attention`).
 
 Functions marked `torch.fx.wrap` are one node in a traced graph, which takes any grid.
 """
@@ -128,7 +131,9 @@ class Separable(NamedTuple):
 
 
 def dot_product_form(scores: Scores, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Queries φ (N, w) and keys ψ (h, N, w), w ≥ H + W, with φ·ψ = v·r less a term per query.
+    """Queries φ (N, w) and keys ψ (h, N, w), w ≥ H + W: φ·ψ is v·r minus a constant per query.
+
+    The softmax over keys cancels such constants.
 
     The softmax of each axis is taken here in full precision: its backward pass removes the
     half-precision error common to all scores of a query. Scores are relative to each query's

@@ -145,7 +145,8 @@ class ViTConfig(Architecture):
         freeze_gating: do not train the gates (Table 3 b, d: with `gating_init=0`).
         freeze_gpsa: do not train the attention of the positional layers (Table 3 f, g).
         use_pos_embed: add a learned absolute position embedding to the patches.
-        embed_class_token: include the class token in the position embedding (DeiT).
+        embed_class_token: the class token joins before the position embedding is added, which has
+            an entry for it (DeiT).
         drop_path_rate: stochastic depth, rising linearly from 0 to this over the blocks.
     """
 
@@ -252,9 +253,9 @@ _PER_BLOCK = ("mlp_ratio", "kv_stride")
 class CvTConfig(Architecture):
     """The complete architecture of a CvT (Table 2); see `Architecture` for the other fields.
 
-    A field of the stages is one value for all, or one per stage, as a column of Table 2 each. By
-    default, the last stage has a class token unless `global_pool` is "avg". The model accepts
-    images of at least `minimum_size`.
+    A field of the stages is one value for all (`drop_path_rate`: for the last), or one per stage,
+    as a column of Table 2 each. By default, the last stage has a class token unless `global_pool`
+    is "avg". The model accepts images of at least `minimum_size`.
 
     Attributes:
         embed_dim: token width C of each stage.

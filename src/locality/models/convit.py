@@ -1,22 +1,25 @@
 """ConViT and DeiT: attention (Eq. 1–7), and the model (Table 1).
 
-A ConViT is a vision transformer whose first blocks have positional attention, after which the class
-token joins (ConViT §3, Fig. 4). Without positional blocks it is a DeiT. A `Block` around an
-attention layer A is x + A(LayerNorm(x)), then x + MLP(LayerNorm(x)).
+A ConViT is a vision transformer whose first blocks (10 of 12 in the paper) have positional
+attention. The class token has no place on the grid, so it joins after them (ConViT §3, Fig. 4).
+Without positional blocks it is a DeiT. Both add a learned position embedding to the patches. A
+`Block` around an attention layer A is x + A(LayerNorm(x)), then x + MLP(LayerNorm(x)).
 
-Shapes:  B batch · N = H·W patches, rows first · C embed_dim · h heads · d = C/h head width
-         (H, W) token grid
+Shapes:  B batch · N tokens, patches row by row · C embed_dim · h heads · d = C/h head width
+         (H, W) token grid; in positional layers N = H·W
 
     SA    softmax(QKᵀ/√d) V                                        Eq. 1–3
     PSA   softmax(QKᵀ/√d + v_pos·r) V                                Eq. 4
     GPSA  (1 − σ(λ)) softmax(QKᵀ/√d) V + σ(λ) softmax(v_pos·r) V    Eq. 7
 
-r_δ = (‖δ‖², δ₁, δ₂) encodes the offset δ from a query to a key. Each head learns λ and v_pos, which
-starts as −α (1, −2Δ₁, −2Δ₂), a Gaussian around the offset Δ (Eq. 5; α is `locality_strength`).
+r_δ = (‖δ‖², δ₁, δ₂) encodes the offset δ from a query to a key, δ₁ down and δ₂ right. Each head
+learns a gate λ, 1 at first, and v_pos. With `conv_init` v_pos starts as −α (1, −2Δ₁, −2Δ₂), which
+makes softmax(v_pos·r) a Gaussian around Δ, the head's place in a kernel of ⌊√h⌋×⌊√h⌋ patches; α is
+`locality_strength` (Eq. 5).
 
 `layers/position.py` computes softmax(v_pos·r) V without an N×N matrix; `attention_maps` returns the
-matrices, for inspection. Training and `fuse()` compute the same in fewer operations
-(`layers/fast.py`).
+matrices, for inspection. `forward` below is the definition. Training and `fuse()` take an
+equivalent, faster path (`layers/fast.py`), which need not be read to understand the model.
 """
 
 from __future__ import annotations
@@ -98,18 +101,18 @@ class SelfAttention(nn.Module):
 class PositionalSelfAttention(SelfAttention):
     """Positional self-attention: one softmax over content and position, QKᵀ/√d + v_pos·r (Eq. 4).
 
-    Content is scaled by 1/√d, so that this layer differs from GPSA only in the gate. As in Eq. 5,
-    the convolutional initialisation also sets W_qry and W_key to zero. Attention then stays purely
+    Eq. 4 is printed without 1/√d; here content is scaled as in Eq. 7. As in Eq. 5, the
+    convolutional initialisation also sets W_qry and W_key to zero. Attention then stays purely
     positional, since neither gets a gradient while the other is zero.
 
     Args:
         dim, num_heads, qkv_bias, proj_drop: as in `SelfAttention`.
         locality_strength: α of Eq. 5, how sharply heads focus on their centre at initialisation.
-        conv_init: start as a random convolution (Eq. 5); otherwise v_pos and the values use the
-            default init.
+        conv_init: start the positional part as a convolution whose random weights are those of
+            `proj` (Eq. 5); otherwise v_pos and the values start truncated-normal, std 0.02.
     """
 
-    keeps_content = False
+    zeroes_content = True  # whether `conv_init` sets W_qry and W_key to zero
 
     def __init__(
         self,
@@ -124,15 +127,17 @@ class PositionalSelfAttention(SelfAttention):
         self.v_pos = nn.Parameter(torch.empty(num_heads, 3))
         nn.init.trunc_normal_(self.v_pos, std=0.02)
         if conv_init:
-            # Eq. 5: the offsets of a k×k kernel, k = ⌊√h⌋, row-major, to the first heads. Those
-            # beyond k² keep α times their init, as in the authors' code.
+            # Eq. 5: the offsets of a k×k kernel, k = ⌊√h⌋, row-major, to the first k² heads. Any
+            # others keep α times their init, as in the authors' code.
             offsets = position.kernel_offsets(position.kernel_size(num_heads))
             centres = position.attention_centres(offsets, locality_strength)
-            self.v_pos.data.mul_(locality_strength)[: len(centres)] = centres
-            content, values = self.qkv.weight.detach().split((2 * dim, dim))
+            self.v_pos.data *= locality_strength
+            self.v_pos.data[: len(centres)] = centres
+            # Views of the weight.
+            queries_and_keys, values = self.qkv.weight.detach().split((2 * dim, dim))
             nn.init.eye_(values)  # W_val = I
-            if not self.keeps_content:
-                nn.init.zeros_(content)
+            if self.zeroes_content:
+                nn.init.zeros_(queries_and_keys)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         """Eq. 4 times values, (B, h, N, d) → (B, h, N, d) with N = H·W."""
@@ -144,20 +149,20 @@ class PositionalSelfAttention(SelfAttention):
 
 
 class GatedPositionalSelfAttention(PositionalSelfAttention):
-    """Gated positional self-attention (Eq. 6–7).
+    """Gated positional self-attention (Eq. 7).
 
         A = (1 − σ(λ)) softmax(QKᵀ/√d) + σ(λ) softmax(v_pos·r),   one gate λ per head.
 
-    Both terms have rows that sum to one, so the paper's `normalize` changes nothing.
+    Both terms have rows that sum to one, so the normalisation that Eq. 6 prints changes nothing.
 
     Args:
         dim, num_heads, qkv_bias, proj_drop, locality_strength, conv_init: as in
-            `PositionalSelfAttention`; W_qry and W_key use the default init whatever `conv_init`
+            `PositionalSelfAttention`; W_qry and W_key start truncated-normal whatever `conv_init`
             (§3).
         gating_init: initial λ of every head (1 in the paper).
     """
 
-    keeps_content = True
+    zeroes_content = False
 
     def __init__(
         self,
@@ -225,7 +230,7 @@ class VisionTransformer(ImageClassifier):
                 maps.append(x)
         return self.norm(x)
 
-    faster_features = fast.vit  # Eq. 7 again, for all layers at once
+    faster_features = fast.vit  # the same, with the positional factors of all layers in one go
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
         """(B, C_in, H_in, W_in) → embedded patches, (B, N, C), and their grid."""

@@ -2,14 +2,16 @@
 
 Shapes:  B batch · h heads · d = C/h head width
          stage s: tokens (B, p + N_s, C_s) on a grid (H_s, W_s), N_s = H_s·W_s
-         p = 1 in the last stage, which adds the class token, else 0
+         p = 1 in the last stage of a model with a class token, else 0
 
     Table 2            stage 1          stage 2          stage 3
     embedding          7×7, stride 4    3×3, stride 2    3×3, stride 2
-    projection         3×3 depth-wise, stride 1 for queries and 2 for keys and values; MLP ratio 4
-    CvT-13  C, h, blocks    64, 1, 1      192,  3, 2       384,  6, 10
-    CvT-21                  64, 1, 1      192,  3, 4       384,  6, 16
-    CvT-W24                192, 3, 2      768, 12, 2      1024, 16, 20
+    projection         3×3 depth-wise and BatchNorm, stride 1 for queries, 2 for keys and values
+    MLP ratio          4                4                4
+                       C, h, blocks     C, h, blocks     C, h, blocks
+    CvT-13              64, 1, 1        192,  3, 2        384,  6, 10
+    CvT-21              64, 1, 1        192,  3, 4        384,  6, 16
+    CvT-W24            192, 3, 2        768, 12, 2       1024, 16, 20
 
 A `Block` is x + attention(LayerNorm(x)), then x + MLP(LayerNorm(x)). The classifier reads the class
 token after the last stage and a LayerNorm.
@@ -146,9 +148,9 @@ class Projection(nn.Module):
             x: the tokens.
             image: their patches as an image (B, C, H, W), shared by queries, keys and values.
         """
-        return self.linear(self.mix(x, image))
+        return self.linear(self.convolve(x, image))
 
-    def mix(self, x: Tensor, image: Tensor) -> Tensor:
+    def convolve(self, x: Tensor, image: Tensor) -> Tensor:
         """The input of the linear layer: convolved patches (Eq. 2) and the class token."""
         if self.projection == "linear":
             return x
@@ -159,7 +161,7 @@ class Projection(nn.Module):
 class ConvolutionalAttention(nn.Module):
     """Multi-head attention whose queries, keys and values are convolutional projections (§3.2).
 
-        softmax(s · Q Kᵀ) V,   s = C^−½ in the authors' weights, d^−½ in the usual definition.
+        softmax(s · Q Kᵀ) V,   s = C^−½ by default, as in the authors' weights, or the usual d^−½.
 
     The grid of keys and values is coarser by `kv_stride`.
 
@@ -276,7 +278,9 @@ class Stage(nn.Module):
 
     def embed_tokens(self, image: Tensor, grid: Grid) -> Tensor:
         """(B, C_in, H_in, W_in) → input tokens of the first block, (B, p + N, C)."""
-        x = self.embed(image) if self.blocks else F.gelu(self.embed(image))
+        x = self.embed(image)
+        if not self.blocks:  # a stage of the convolutional stem
+            x = F.gelu(x)
         if self.pos_embed is not None:
             x = x + base.position_embedding(self.pos_embed, self.native_grid, grid)
         return x if self.cls_token is None else base.prepend_class_token(self.cls_token, x)
@@ -323,7 +327,7 @@ class ConvolutionalVisionTransformer(ImageClassifier):
         """Names of trainable parameters that by design do not affect the output.
 
         The key projection's bias adds the same to the score of every key, which the softmax
-        cancels. So does BatchNorm's bias on the keys in stages without a class token. If the
+        cancels. So does BatchNorm's bias on the keys, unless a class token skips it. If the
         classifier reads the class token, the last block's convolved queries are unused.
         """
         unused: list[Any] = []

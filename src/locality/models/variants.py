@@ -40,8 +40,9 @@ class Variant:
 
 def _vit(name: str, heads: int, width: int, source: str, baseline: str, **fields: Any) -> Variant:
     family, _, _ = name.partition("_")
-    own: dict[str, Any] = {"qkv_bias": True, "embed_class_token": True}
-    own = {"gpsa_layers": 10} if family == "convit" else own
+    own: dict[str, Any] = {"gpsa_layers": 10}
+    if family == "deit":
+        own = {"qkv_bias": True, "embed_class_token": True}
     config = ViTConfig(name=name, embed_dim=width, num_heads=heads, **(own | fields))
     return Variant(name, family, config, source, baseline)
 
@@ -118,7 +119,7 @@ _ROWS = [
     _vit("deit_nano",            4,   64, _SMALL, "convit_nano", **_NANO),
     _vit("deit_micro",           9,  144, _SMALL, "convit_micro", **_MICRO),
     _vit("deit_mini",            9,  216, _SMALL, "convit_mini", **_MINI),
-    #     size   widths            heads        depths      source
+    #    name        widths          heads      depths      source
     _cvt("cvt_13",  (64, 192, 384),   (1, 3, 6),   (1, 2, 10), _CVT_TABLE_2, drop_path=0.1),
     _cvt("cvt_21",  (64, 192, 384),   (1, 3, 6),   (1, 4, 16), _CVT_TABLE_2, drop_path=0.1),
     _cvt("cvt_w24", (192, 768, 1024), (3, 12, 16), (2, 2, 20), _CVT_TABLE_2, drop_path=0.3),
