@@ -1,7 +1,7 @@
 """The rule that answers each question from the recorded runs.
 
 **yes**: the effect is significantly above 0. **no**: it is significantly below 0, contradicting
-the question. **at most**: no effect was found, and one as large as the paper's (or one point of
+the question. **less**: no effect was found, and one as large as the paper's (or one point of
 accuracy, if the paper gives none) is excluded. **cannot tell**: everything else, and any effect
 with fewer than three seeds; "needs n seeds" is for an interval of a third of the effect or the
 paper's, "needs more images" for one that no number of seeds gives. Where a question has a
@@ -30,7 +30,7 @@ from locality.analysis.statistics import Estimate, holm
 from locality.files import csv_text, write_atomic
 from locality_papers.experiment import A_POINT, Evaluated, Question, Results
 
-YES, NO, AT_MOST, CANNOT_TELL = "yes", "no", "at most", "cannot tell"
+YES, NO, LESS, CANNOT_TELL = "yes", "no", "less", "cannot tell"
 COLUMNS = (
     *("question", "where", "experiment", "scale", "unit", "n", "planned"),
     *("effect", "low", "high", "p", "images", "paper", "answer", "seeds", "task"),
@@ -100,7 +100,7 @@ def _answer(family: list[tuple[Answer, Estimate, bool]]) -> None:
     )
     for (answer, estimate, _, bound), found in zip(rest, below, strict=True):
         if found:
-            answer["answer"] = AT_MOST
+            answer["answer"] = LESS
         elif estimate.half_width:
             answer["seeds"] = seeds_needed(estimate, max(bound, abs(estimate.mean)))
 

@@ -17,7 +17,7 @@ from typing import Any
 from locality.analysis.statistics import estimate
 from locality.files import LARGEST_TEXT, gunzip, parse_json, write_atomic
 from locality_papers import answers as rule
-from locality_papers.answers import AT_MOST, CANNOT_TELL, NO, YES, Answer, answers, write_answers
+from locality_papers.answers import CANNOT_TELL, LESS, NO, YES, Answer, answers, write_answers
 from locality_papers.experiment import Results, built
 from locality_papers.reproduce import names, write_picture
 from locality_papers.runs import get_scale
@@ -84,7 +84,7 @@ def _by_question(found: Iterable[Answer]) -> dict[tuple[str, str], dict[str, Ans
 _SECTIONS = {
     YES: "What holds here",
     NO: "What does not hold here",
-    AT_MOST: "What is smaller here than in the papers, or absent",
+    LESS: "What is smaller here than in the papers, or absent",
     CANNOT_TELL: "What these runs cannot tell",
 }
 
@@ -158,8 +158,8 @@ HEADLINES = {
 
 
 def headlines(found: Iterable[Answer]) -> str:
-    """The README's table of findings: a column for digits, one for photographs of clothes."""
-    lines = ["| question | paper | digits | clothes |", "| :-- | :-- | :-- | :-- |"]
+    """The README's table of findings: a column for digits, one for Fashion-MNIST."""
+    lines = ["| question | paper | digits | Fashion-MNIST |", "| :-- | :-- | :-- | :-- |"]
     grouped = _by_question(found)
     for question, experiment in HEADLINES.items():
         if at := grouped.get((experiment, question)):

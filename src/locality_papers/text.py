@@ -201,19 +201,17 @@ def everywhere(at: Mapping[str, Answer]) -> str:
 
 
 def said(answer: Answer, brief: bool = False) -> str:
-    """An answer as text: "yes, +5.2 (+3.1 to +7.3)"; a brief one names no unit and no seeds."""
+    """An answer as text: "yes, +5.2 (+3.1 to +7.3)"; a brief one is for the README."""
     effect, interval = _rounded(answer, "effect"), ""
     if answer["low"] is not None:
         interval = f" ({_rounded(answer, 'low')} to {_rounded(answer, 'high')})"
-    if brief:
-        return f"{answer['answer']}: {effect}{interval}"
-    unit = "" if answer["unit"] == "points" else f" {answer['unit']}".rstrip()
+    unit = "" if brief or answer["unit"] == "points" else f" {answer['unit']}".rstrip()
     more = ""
-    if answer["answer"] == CANNOT_TELL and answer["seeds"]:
+    if answer["answer"] == CANNOT_TELL and answer["seeds"] and not brief:
         enough = math.isfinite(answer["seeds"])
         more = f" (needs {answer['seeds']} seeds)" if enough else " (needs more images)"
     text = f"{answer['answer']}{more}, {effect}{unit}{interval}"
-    if answer["images"] == "unpaired":
+    if answer["images"] == "unpaired" and not brief:
         text += ", unpaired"
     if answer["planned"] and answer["n"] < answer["planned"]:
         text += f", {answer['n']} of {answer['planned']} seeds"

@@ -11,8 +11,8 @@ import pytest
 
 from locality.analysis.statistics import Estimate, estimate
 from locality_papers.answers import (
-    AT_MOST,
     CANNOT_TELL,
+    LESS,
     NO,
     YES,
     answers,
@@ -55,9 +55,9 @@ def answered(*effects):
         (2.0, 1.0, 5, None, YES),
         (2.0, 2.0, 5, None, CANNOT_TELL),
         (-2.0, 1.0, 5, None, NO),
-        (-2.0, 3.0, 5, 13.0, AT_MOST),
-        (0.2, 0.5, 5, None, AT_MOST),  # less than a point
-        (0.2, 1.3, 5, 13.0, AT_MOST),  # less than the paper's 13
+        (-2.0, 3.0, 5, 13.0, LESS),
+        (0.2, 0.5, 5, None, LESS),  # less than a point
+        (0.2, 1.3, 5, 13.0, LESS),  # less than the paper's 13
         (0.2, 1.3, 5, 1.4, CANNOT_TELL),
         (0.2, 1.3, 5, -0.2, CANNOT_TELL),  # a paper's effect of the other sign counts as one point
         (2.0, 1.0, 2, None, CANNOT_TELL),
@@ -70,7 +70,7 @@ def test_an_answer_is_a_sign_or_a_bound(mean, half, n, paper, expected):
 
 def test_only_what_has_a_size_to_compare_with_can_be_at_most():
     assert answered(effect((0.0, 0.01, 5), unit="tokens")) == [CANNOT_TELL]
-    assert answered(effect((0.0, 0.01, 5), unit="tokens", paper=0.5)) == [AT_MOST]
+    assert answered(effect((0.0, 0.01, 5), unit="tokens", paper=0.5)) == [LESS]
 
 
 def test_holm_corrects_within_an_experiment_and_apart_for_papers_and_ours():

@@ -33,7 +33,7 @@ def test_the_pages_of_the_repository_are_made_from_the_records(tmp_path):
     [
         (("yes", 5.23, 3.11, 7.36, "points"), "yes, +5.2 (+3.1 to +7.4)"),
         (("no", -0.312, -0.4, -0.224, "tokens"), "no, −0.312 tokens (−0.400 to −0.224)"),
-        (("at most", 0.2, -1.1, 1.5, "points"), "at most, +0.2 (−1.1 to +1.5)"),
+        (("less", 0.2, -1.1, 1.5, "points"), "less, +0.2 (−1.1 to +1.5)"),
         (
             ("cannot tell", 0.2, -1.1, 1.5, "points", 40),
             "cannot tell (needs 40 seeds), +0.2 (−1.1 to +1.5)",
