@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 
 from locality import create_model, save
 from locality.checkpoints import convert
+from locality.checkpoints.registry import SOURCES
 from locality.cli import main
 from locality.training import train
 from locality_papers import experiment
@@ -199,3 +200,10 @@ def test_every_number_of_the_readme_has_a_source():
         assert all(record in recorded for record in records), words
         text = text.replace(words, "")
     assert not re.findall(r".*\d.*", text)
+
+
+def test_the_page_on_weights_lists_all():
+    listed = re.findall(
+        r"`(\w+\.\w+)`", (ROOT / "docs/weights.md").read_text().partition("None was")[0]
+    )
+    assert listed == list(SOURCES)
