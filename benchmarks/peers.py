@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from locality import __version__
 from locality.checkpoints import KEY_MAPS
-from locality.checkpoints.foreign_config import CVT_STAGES, TIMM_NAMES
+from locality.checkpoints.formats import CVT_STAGES, TIMM_NAMES
 from locality.errors import UserError, lookup, require
 from locality.machine import processor_name
 from locality.models import ConvolutionalVisionTransformer, ImageClassifier, ViTConfig, build

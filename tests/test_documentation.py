@@ -23,8 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from locality import create_model, save
-from locality.checkpoints import convert
-from locality.checkpoints.registry import SOURCES
+from locality.checkpoints import SOURCES, convert
 from locality.cli import main
 from locality.training import train
 from locality_papers import experiment
@@ -76,14 +75,16 @@ def readers_folder(tmp_path_factory, class_folders) -> Path:
     class_folders(folder / "photos", counts, size=(72, 80))
     shutil.copy(folder / "photos/train/cat/000.png", folder / "photo.jpg")
     train(tiny_config(schedule__snapshot_every=1), folder / "runs/mine", quiet=True)
-    # Public weights where `locality` looks first, named as in the pages.
-    public = folder / "home/weights"
-    public.mkdir(parents=True)
+    # Public weights in the hub's cache, named as in the pages.
     for name, key_map in (("convit_tiny.fb_in1k", "timm"), ("cvt_13.ms_in1k", "microsoft")):
         model = create_model(name.partition(".")[0])
         save(model, folder / "own")
         convert(folder / "own", folder / "foreign.pth", to=key_map)
-        save_file(torch.load(folder / "foreign.pth"), public / f"{name}.safetensors")
+        repo = folder / "hub" / f"models--{SOURCES[name].repo.replace('/', '--')}"
+        for inside, content in (("refs/main", "1"), ("snapshots/1/README.md", "")):
+            (repo / inside).parent.mkdir(parents=True)
+            (repo / inside).write_text(content)
+        save_file(torch.load(folder / "foreign.pth"), repo / "snapshots/1/model.safetensors")
         shutil.rmtree(folder / "own")
         (folder / "foreign.pth").rename(folder / f"{name.partition('.')[0]}.pth")
     (folder / "cvt_13.pth").rename(folder / "model.pth")
@@ -99,7 +100,8 @@ def workplace(readers_folder, tmp_path, monkeypatch) -> Path:
     folder = tmp_path / "reader"
     shutil.copytree(readers_folder, folder)
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("LOCALITY_HOME", str(folder / "home"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(folder / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # for the snippets' own processes
     return folder

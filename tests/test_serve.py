@@ -50,23 +50,13 @@ def lying():
     return whole[:12] + header + zlib.crc32(header).to_bytes(4, "big") + whole[33:]
 
 
-def form(*contents, filename='; filename="/etc/passwd"'):
-    """The body of `curl -F image=@FILE`, with one file per content."""
-    start = f'--b\r\nContent-Disposition: form-data; name="image"{filename}\r\n\r\n'.encode()
-    return b"".join(start + content + b"\r\n" for content in contents) + b"--b--\r\n"
-
-
-FORM = {"Content-Type": "multipart/form-data; boundary=b"}
 # Method, path, body → status and a word of the error; unusual headers.
 REFUSED = [
     *(("GET", path, None, 404, "Not Found") for path in ("/../../etc/passwd", "/docs", "/redoc")),
     *((method, "/predict", None, 405, "Not Allowed") for method in ("GET", "PUT", "DELETE")),
     ("POST", "/predict", b"", 422, "the file is empty"),
     ("POST", "/predict", b"/etc/passwd", 422, "not an image"),
-    ("POST", "/predict", form(b"x"), 422, "not an image", FORM),
-    ("POST", "/predict", form(), 422, "0 files", FORM),
-    ("POST", "/predict", form(photo(), filename=""), 422, "0 files", FORM),
-    ("POST", "/predict", form(photo(), photo()), 422, "2 files", FORM),
+    ("POST", "/predict", b"x", 415, "--data-binary", {"Content-Type": "multipart/form-data"}),
     ("GET", "/", None, 400, "host", {"Host": "evil.example"}),
     ("POST", "/predict", photo(), 400, "host", {"Host": "127.0.0.1.evil.example:80"}),
     ("POST", "/predict", photo(), 403, "http://evil.example", {"Origin": "http://evil.example"}),
@@ -145,7 +135,6 @@ def test_it_predicts_what_the_model_does(ask, process, model):
         shares = {row["name"]: row["probability"] for row in json.loads(content)["classes"]}
         (row,) = classifier([Image.open(io.BytesIO(image)).convert("RGB")])
         assert shares == pytest.approx(classifier.top_classes(row), rel=1e-4)
-        assert ask("POST", "/predict", form(image), FORM) == (status, content)
 
 
 def test_several_labels_have_a_probability_each(tmp_path, shaken):

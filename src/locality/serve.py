@@ -44,14 +44,14 @@ _MAX_PIXELS = 50_000_000  # phone photographs
 _MAX_CONNECTIONS = 50
 _BODY_SECONDS = 60
 _SHUTDOWN_SECONDS = 2
-_MAX_NAMED = 6  # classes in the title
+_MAX_NAMED = 20  # classes on the page
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; "
     "style-src 'unsafe-inline'; img-src data: blob:; connect-src 'self' data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
 }
-_IMAGE = {"requestBody": {"required": True, "content": {"image/*": {}, "multipart/form-data": {}}}}
+_IMAGE = {"requestBody": {"required": True, "content": {"image/*": {}}}}
 
 T = TypeVar("T")
 
@@ -77,18 +77,17 @@ def application(
 
     Args:
         classifier: the model; /attention does not support ONNX graphs.
-        title: the page's title; by default a question with the class names.
+        title: the page's title; by default the model's name.
         decoding: how images are decoded, by default as the model's; EXIF orientation is always
             applied.
     """
     # The docs pages of FastAPI load external scripts.
     app = FastAPI(title=classifier.name, version=__version__, docs_url=None, redoc_url=None)
-    classes = [printable(name) for name in classifier.classes or ()]
     page = render(
         "locality.report",
         "serve.html",
-        title=title or _question(classes or [printable(classifier.name)]),
-        classes=some(classes, 20, quote="") if len(classes) > _MAX_NAMED else "",
+        title=title or printable(classifier.name),
+        classes=some(map(printable, classifier.classes or ()), _MAX_NAMED, quote=""),
         name=classifier.name,
         size=classifier.preprocessing.size,
         megabytes=MEGABYTES,
@@ -144,20 +143,14 @@ def application(
     return app
 
 
-def _question(names: Sequence[str]) -> str:
-    """A title such as "coat, shirt or t-shirt?"."""
-    if len(names) > _MAX_NAMED:
-        return f"Which of {len(names):,} classes?"
-    *others, last = names
-    return f"{', '.join(others)} or {last}?" if others else last
-
-
 async def _body(request: Request) -> bytes:
-    """The image in a request: its body, or the only file of a form.
+    """The image in a request.
 
     Raises:
-        HTTPException: too large, too slow, or a form without exactly one file.
+        HTTPException: too large, too slow, or a form.
     """
+    if request.headers.get("content-type", "").startswith("multipart/"):
+        raise HTTPException(415, "send the image itself, as in curl --data-binary @photo.jpg")
     data, most = bytearray(), MEGABYTES * 1_000_000
     try:
         with anyio.fail_after(_BODY_SECONDS):
@@ -170,16 +163,7 @@ async def _body(request: Request) -> bytes:
         raise HTTPException(400, "the connection was closed") from None
     if len(data) > most:
         raise HTTPException(413, f"the file is larger than {MEGABYTES} MB; send a smaller image")
-    kind, _, boundary = request.headers.get("content-type", "").partition("boundary=")
-    if not kind.startswith("multipart/"):
-        return bytes(data)
-    # Each part between boundaries: headers, an empty line, content.
-    separator = b"\r\n--" + boundary.strip('"').encode()
-    parts = [part.partition(b"\r\n\r\n") for part in (b"\r\n" + data).split(separator, 100)]
-    files = [content for lines, _, content in parts if b"filename" in lines]
-    if len(files) != 1:
-        raise HTTPException(422, f"{len(files)} files; send one, as in curl -F image=@photo.jpg")
-    return bytes(files[0])
+    return bytes(data)
 
 
 def serve(

@@ -14,11 +14,9 @@ from typing import Any
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor
 
-from locality.checkpoints.conversion import resample_pos_embeds
-from locality.checkpoints.foreign_config import PREPROCESSING_KEYS, REGISTERED
-from locality.checkpoints.key_maps import fit_interface, recognise
-from locality.checkpoints.loading import locate_weights
-from locality.checkpoints.registry import SOURCES, Source, source
+from locality.checkpoints.formats import PREPROCESSING_KEYS, REGISTERED, fit_interface, recognise
+from locality.checkpoints.loading import resample_pos_embeds
+from locality.checkpoints.registry import SOURCES, Source
 from locality.data.config import Preprocessing
 from locality.models.base import ImageClassifier
 from locality.models.config import CvTConfig
@@ -26,11 +24,6 @@ from locality.models.factory import build
 from locality.models.variants import VARIANTS, Variant
 
 __all__: list[str] = []  # timm adds the names it registers
-
-
-_PUBLIC = {*SOURCES, *(row.model for row in SOURCES.values())}
-# Where else timm can be told to take weights from.
-_ELSEWHERE = {"file", "url", "state_dict", "hf_hub_id"}
 
 
 def adapt_weights(state: dict[str, Tensor], model: ImageClassifier) -> dict[str, Tensor]:
@@ -64,12 +57,6 @@ def _entrypoint(name: str) -> Callable[..., Any]:
     """timm's entry point for the model `name`."""
 
     def entrypoint(pretrained: bool = False, **kwargs: Any) -> Any:
-        tag, overlay = kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay") or {}
-        public = f"{name}.{tag}" if tag else name
-        if pretrained and public in _PUBLIC and not overlay.keys() & _ELSEWHERE:
-            # timm's own download fails without naming the file and where to put it.
-            file = {"file": str(locate_weights(source(public)))}
-            kwargs["pretrained_cfg_overlay"] = overlay | file
         return build_model_with_cfg(
             partial(_make, name),
             REGISTERED + name,
@@ -105,13 +92,10 @@ def _cfg(row: Variant, source: Source | None = None) -> dict[str, Any]:
     return cfg
 
 
-def _all_cfgs() -> dict[str, Any]:
-    public = {REGISTERED + row.name: _cfg(VARIANTS[row.model], row) for row in SOURCES.values()}
-    own = {REGISTERED + name: _cfg(row) for name, row in VARIANTS.items() if name not in _PUBLIC}
-    return public | own
-
-
-default_cfgs = generate_default_cfgs(_all_cfgs())
+_public = {row.model for row in SOURCES.values()}
+_cfgs: Any = {REGISTERED + name: _cfg(row) for name, row in VARIANTS.items() if name not in _public}
+_cfgs |= {REGISTERED + row.name: _cfg(VARIANTS[row.model], row) for row in SOURCES.values()}
+default_cfgs = generate_default_cfgs(_cfgs)
 
 for _name in VARIANTS:
     globals()[REGISTERED + _name] = register_model(_entrypoint(_name))

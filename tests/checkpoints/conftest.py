@@ -10,9 +10,8 @@ from torch import Tensor
 
 
 @pytest.fixture(autouse=True)
-def _offline_and_clean(tmp_path_factory, monkeypatch):
-    """Keep tests off the network and the user's cache."""
-    monkeypatch.setenv("LOCALITY_HOME", str(tmp_path_factory.mktemp("home")))
+def _offline(monkeypatch):
+    """Keep tests off the network."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 

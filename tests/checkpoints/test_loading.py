@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import locality
 from locality.checkpoints import KEY_MAPS, convert, load_weights, read, save
-from locality.checkpoints.key_maps import recognise
+from locality.checkpoints.formats import recognise
 from locality.errors import UserError
 from locality.models import build
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from locality.checkpoints.state_dict import ALLOWED_CLASSES, read_state
+from locality.checkpoints.native import ALLOWED_CLASSES, read_state
 from locality.errors import UserError
 
 STATE = {"weight": torch.arange(1000.0), "steps": torch.tensor(3)}

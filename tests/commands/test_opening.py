@@ -52,14 +52,12 @@ def graph(given):
 @pytest.fixture
 def inputs(given, tmp_path, monkeypatch):
     """Eight kinds of source, and a missing file."""
-    monkeypatch.setattr(
-        loading, "snapshot_download", lambda name, **kw: {"me/model": given / "saved"}[name]
-    )
+    hub = {"me/model": given / "saved", "timm/convit_tiny.fb_in1k": tmp_path / "hub"}
+    monkeypatch.setattr(loading, "snapshot_download", lambda name, **kw: hub[name])
     tiny = build("convit_tiny")
-    monkeypatch.setenv("LOCALITY_HOME", str(tmp_path / "home"))
-    (tmp_path / "home/weights").mkdir(parents=True)
+    (tmp_path / "hub").mkdir()
     state = KEY_MAPS["timm"].from_native(tiny.state_dict(), tiny.config)
-    torch.save(state, tmp_path / "home/weights/convit_tiny.fb_in1k.pth")
+    torch.save(state, tmp_path / "hub" / "pytorch_model.bin")
     theirs = timm.create_model
     monkeypatch.setattr(timm, "create_model", lambda *a, pretrained=False, **kw: theirs(*a, **kw))
     return {

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from peers import peers
 
-from locality.checkpoints.key_maps import TRANSFORMERS
+from locality.checkpoints.formats import TRANSFORMERS
 from locality.models import build
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import locality
+from locality.checkpoints import loading
 from locality.data import AugmentConfig, Preprocessing
 from locality.data.sampling import seed_generators
 from locality.errors import UserError
@@ -170,11 +171,9 @@ def test_a_teacher_sees_images_at_its_own_normalisation_and_size(batch):
 
 
 def test_public_weights_can_be_the_teacher(tmp_path, monkeypatch):
-    monkeypatch.setenv("LOCALITY_HOME", str(tmp_path))
+    monkeypatch.setattr(loading, "snapshot_download", lambda repo, **_: tmp_path)
     model = timm.create_model("deit_tiny_patch16_224")
-    path = tmp_path / "weights" / "deit_tiny.fb_in1k.safetensors"
-    path.parent.mkdir()
-    save_file(model.state_dict(), path)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
     check_teacher("deit_tiny.fb_in1k")
     loaded, (note,) = load_teacher("deit_tiny.fb_in1k", Preprocessing(), range(1000))
     images = torch.randn(1, 3, 224, 224)

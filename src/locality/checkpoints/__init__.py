@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from locality.checkpoints.api import create_model as create_model
     from locality.checkpoints.api import load as load
     from locality.checkpoints.api import open_model as open_model
-    from locality.checkpoints.conversion import convert as convert
-    from locality.checkpoints.conversion import load_weights as load_weights
-    from locality.checkpoints.key_maps import KEY_MAPS as KEY_MAPS
-    from locality.checkpoints.key_maps import KeyMap as KeyMap
+    from locality.checkpoints.formats import KEY_MAPS as KEY_MAPS
+    from locality.checkpoints.formats import KeyMap as KeyMap
+    from locality.checkpoints.loading import convert as convert
+    from locality.checkpoints.loading import load_weights as load_weights
     from locality.checkpoints.loading import read as read
     from locality.checkpoints.native import Checkpoint as Checkpoint
     from locality.checkpoints.native import save as save

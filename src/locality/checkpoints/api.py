@@ -15,9 +15,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from locality.checkpoints.conversion import load_weights, set_data_config
-from locality.checkpoints.foreign_config import timm_preprocessing
-from locality.checkpoints.loading import read
+from locality.checkpoints.formats import timm_preprocessing
+from locality.checkpoints.loading import load_weights, read, set_data_config
 from locality.checkpoints.native import ProblemType, probabilities
 from locality.checkpoints.onnx import open_graph
 from locality.checkpoints.registry import WEIGHT_FILES, detect_kind, graph_not_model, source

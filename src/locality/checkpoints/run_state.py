@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from locality.checkpoints.state_dict import unpickle
+from locality.checkpoints.native import unpickle
 from locality.errors import CheckpointNotSaved, NonFiniteWeights, RunFailed, UserError
 from locality.files import atomic_file, open_file
 

@@ -310,7 +310,7 @@ def serve(arguments: Sequence[str]) -> None:
     parser.add("--port", 8000, "port; 0 for any free one", port)
     hosts = "further host names of this server; '*' allows any"
     parser.add_argument("--hosts", nargs="+", default=None, help=hosts)
-    parser.add("--title", None, "title of the page; its classes by default")
+    parser.add("--title", None, "title of the page; the model by default")
     options = parser.read(arguments)
 
     given = GivenModel(options.model, options)

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from transformers import CvtConfig, CvtForImageClassification
 
 from locality.checkpoints import KEY_MAPS, convert, read, save
-from locality.checkpoints.foreign_config import CVT_STAGES, TIMM_NAMES
-from locality.checkpoints.key_maps import MICROSOFT, TIMM, TRANSFORMERS
-from locality.checkpoints.state_dict import read_state
+from locality.checkpoints.formats import CVT_STAGES, MICROSOFT, TIMM, TIMM_NAMES, TRANSFORMERS
+from locality.checkpoints.native import read_state
 from locality.errors import UserError
 from locality.models import VARIANTS, build
 from locality.models.cvt import QuickGELU
