@@ -27,17 +27,15 @@ def processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
-UNGUARDED = 79
-"""Exit code of a worker whose script has no main guard."""
-
-
 def end_if_importing() -> None:
-    """End a worker that imports a script without a main guard, which would train in every worker.
-
-    The process that started it says so, see `locality.data.loader`.
-    """
+    """End a worker that imports a script without a main guard: it would train in every worker."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        os._exit(UNGUARDED)
+        print(
+            "loading processes import the script that starts them: put its calls under "
+            '`if __name__ == "__main__":`, or set data.workers to 0 (data__workers=0)',
+            file=sys.stderr,
+        )
+        os._exit(2)
 
 
 def processors() -> int:

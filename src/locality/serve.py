@@ -14,7 +14,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -24,7 +24,6 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 from PIL import Image
-from pydantic import BaseModel
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
@@ -54,20 +53,6 @@ _HEADERS = {
 _IMAGE = {"requestBody": {"required": True, "content": {"image/*": {}}}}
 
 T = TypeVar("T")
-
-
-class ClassProbability(BaseModel):
-    """A class and its probability."""
-
-    name: str
-    probability: float
-
-
-class Prediction(BaseModel):
-    """The most probable classes of an image, best first."""
-
-    model: str
-    classes: list[ClassProbability]
 
 
 def application(
@@ -113,14 +98,14 @@ def application(
         return page
 
     @app.post("/predict", openapi_extra=_IMAGE)
-    async def predict(request: Request) -> Prediction:
-        """The five most probable classes of the image in the body."""
+    async def predict(request: Request) -> dict[str, Any]:
+        """The five most probable classes of the image in the body, best first."""
         best = await with_image(
             request, lambda image: classifier.top_classes(classifier([image])[0])
         )
         # Names may contain characters that are invalid in UTF-8.
-        named = [ClassProbability(name=printable(name), probability=p) for name, p in best.items()]
-        return Prediction(model=classifier.name, classes=named)
+        named = [{"name": printable(name), "probability": p} for name, p in best.items()]
+        return {"model": classifier.name, "classes": named}
 
     @app.post("/attention", openapi_extra=_IMAGE, response_class=HTMLResponse)
     async def attention(request: Request) -> str:

@@ -8,7 +8,7 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image
 
 from locality.data import BadImage, Decoding, decode
 from locality.data.decoding import read_bytes
@@ -208,42 +208,18 @@ def tiff_block(fields):
 
 
 TURNED = (0x112, 3, 1, struct.pack("<H", 6))
-SCENE = np.random.default_rng(0).integers(0, 256, (9, 14, 3), dtype=np.uint8)
-SCENE_TAGS = [
-    *((256, 3, 1, b"\x0e\0"), (257, 3, 1, b"\x09\0"), (258, 3, 3, b"\x08\0" * 3)),
-    *((262, 3, 1, b"\2\0"), (273, 4, 1, b"\x08\0"), (277, 3, 1, b"\3\0")),
-    *((278, 3, 1, b"\x09\0"), (279, 4, 1, struct.pack("<L", SCENE.size))),
+ODD = [  # read by Pillow, but not written back
+    *((0x8298, 5, 1, struct.pack("<II", 1, 1)), (0x13B, 12, 1, struct.pack("<d", 1.0))),
+    *((0x11A, 12, 1, struct.pack("<d", float("nan"))), (0x8769, 9, 1, struct.pack("<i", -1))),
+    *((0x10F, 11, 1, struct.pack("<f", 1.0)), (0x11A, 10, 1, struct.pack("<ii", -1, 0))),
 ]
 
 
-def with_fields(kind, fields):
-    """The scene with an EXIF record of these fields."""
-    if kind == "TIFF":
-        head = b"II*\0" + struct.pack("<L", 8 + SCENE.size) + SCENE.tobytes()
-        return head + directory(sorted(SCENE_TAGS + fields), len(head))
-    options = {"lossless": True} if kind == "WEBP" else {}
-    record = b"Exif\0\0" + tiff_block(sorted(fields))
-    return encoded(Image.fromarray(SCENE), kind, exif=record, **options)
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
-def test_odd_exif_fields_change_nothing(kind):
-    random = np.random.default_rng(0)
-    widths = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4}
-    tags = [*(0x10E, 0x10F, 0x11A, 0x128, 0x13B, 0x14A, 0x2BC, 0x8298, 0x8769, 0x8825, 0xA005)]
-    wanted = Image.open(io.BytesIO(with_fields(kind, [TURNED])))
-    wanted = np.asarray(ImageOps.exif_transpose(wanted).convert("RGB"))
-    assert wanted.shape == (14, 9, 3)
-    for _ in range(100):
-        tag, type_ = int(random.choice(tags)), int(random.choice([*widths]))
-        count = int(random.integers(0, 5))
-        size = widths[type_] * count
-        value = [bytes(size), b"\xff" * size, random.bytes(size)][random.integers(3)]
-        if kind != "TIFF" and not random.integers(4):  # Pillow opens no such TIFF
-            value = 100_000
-        odd = (tag, type_, count, value)
-        found = pixels(with_fields(kind, [odd, TURNED]), exif=True)
-        assert np.array_equal(found, wanted), odd
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_exif_fields_change_nothing(odd):
+    record = b"Exif\0\0" + tiff_block(sorted([odd, TURNED]))
+    data = encoded(NOISE, exif=record)
+    assert np.array_equal(pixels(data, exif=True), np.rot90(np.asarray(NOISE), -1))
 
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
@@ -263,18 +239,6 @@ def test_a_flipped_bit_in_the_middle():
     data[len(data) // 2] ^= 0xFF
     with pytest.raises(BadImage, match="damaged"):
         decode(bytes(data))
-
-
-def test_whole_rows_that_an_interlaced_image_lost():
-    grey = np.arange(1, 257, dtype=np.uint8).reshape(64, 4) | 1
-    seven = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4))
-    seven += ((0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
-    passes = (grey[y::down, x::right] for x, y, right, down in seven)
-    rows = [row.tobytes() for part in passes if part.size for row in part]
-    whole = pixels(png(4, 64, 8, 0, rows, interlaced=1))
-    assert (whole[..., 0] == grey).all()
-    with pytest.raises(BadImage, match="rows are missing"):
-        pixels(png(4, 64, 8, 0, rows[:-1], interlaced=1))
 
 
 @pytest.mark.parametrize("data", [b"", b"hello, world", b"\0" * 1000, b"GIF89a"])

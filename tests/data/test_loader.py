@@ -173,7 +173,7 @@ def test_images_are_decoded_once_where_all_fit_into_memory(augment, monkeypatch)
     first = list(evaluated)
     reads.clear()
     assert all(map(same, first, evaluated)) and not reads
-    monkeypatch.setattr("locality.data.batches._KEPT_BYTES", 0)
+    monkeypatch.setattr("locality.data.loader._KEPT_BYTES", 0)
     anew = collect(Counted(broken={3}), augment, stop_step=20, on_bad_image="skip")
     assert all(map(same, kept, anew)) and len(reads) > 150
     assert all(map(same, first, eval_loader(Counted(), SMALL, batch_size=8)))
@@ -339,5 +339,5 @@ def test_workers_end_with_an_iteration_that_is_given_up_or_on_sigterm(digits):
         end(batches, worker)
         worker.join(20)
         assert worker.exitcode == 0
-    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+    with pytest.raises(UserError, match="exited unexpectedly"):
         list(batches)

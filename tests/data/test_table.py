@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from locality.data import DataConfig, check, open_data
-from locality.data.table import has_table
+from locality.data.tables import has_table
 from locality.errors import UserError
 
 TWELVE = {f"{name}{i}.png": name for name in ("cat", "dog") for i in range(6)}

@@ -53,7 +53,7 @@ def damage(file: Path) -> None:
 @pytest.fixture
 def too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exceed the in-memory limit, so each image is read when needed."""
-    monkeypatch.setattr("locality.data.batches._KEPT_BYTES", 0)
+    monkeypatch.setattr("locality.data.loader._KEPT_BYTES", 0)
 
 
 def test_a_damaged_validation_image_is_named_before_the_first_step(photos, tmp_path):

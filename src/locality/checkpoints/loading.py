@@ -42,8 +42,8 @@ from locality.checkpoints.native import (
 )
 from locality.checkpoints.registry import FORMAT, HUB_FILES, WEIGHTS
 from locality.checkpoints.run_state import load_best_state
-from locality.data.classes import class_difference, joinable, numbered
 from locality.data.config import Preprocessing
+from locality.data.sources import class_difference, joinable, numbered
 from locality.errors import UserError, one_line, prefix_errors, wrap_errors
 from locality.files import atomic_file, parse_json, read_json, write_atomic
 from locality.models.base import ImageClassifier, position_embedding

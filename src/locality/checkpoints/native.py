@@ -66,14 +66,11 @@ def check_keys(state: State, expected: State, owner: str) -> None:
         return f"{tuple(tensor.shape)} of {kind}"
 
     forms = {name: (form(state[name]), form(expected[name])) for name in state if name in expected}
+    other = [f"{n} is {own} instead of {want}" for n, (own, want) in forms.items() if own != want]
     faults = {
         "missing": [name for name in expected if name not in state],
         "unknown": [name for name in state if name not in expected],
-        "of another shape": [
-            f"{name} is {own} instead of {wanted}"
-            for name, (own, wanted) in sorted(forms.items())
-            if own != wanted
-        ],
+        "of another shape": sorted(other),
     }
     if any(faults.values()):
         said = [f"{what}: {some(names, quote='')}" for what, names in faults.items() if names]

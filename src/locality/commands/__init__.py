@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from locality.checkpoints.registry import detect_kind
 from locality.data.config import DataConfig
-from locality.data.folder import check_address
-from locality.data.table import has_table
+from locality.data.tables import has_table
 from locality.errors import UserError
 from locality.files import missing
 from locality.training.config import RunConfig, read_config
@@ -84,7 +83,6 @@ def report_unreadable(bad: Sequence[str], count: int, what: str) -> int:
 
 def images_at(name: str) -> dict[str, Any]:
     """The settings of a custom dataset, a table or a folder of images."""
-    check_address(name)
     path = Path(name)
     if not path.exists():
         raise missing(path)

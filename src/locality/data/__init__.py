@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from locality.lazy import lazily
 
 if TYPE_CHECKING:
-    from locality.data.batches import Batch as Batch
     from locality.data.config import DATASETS as DATASETS
     from locality.data.config import AugmentConfig as AugmentConfig
     from locality.data.config import DataConfig as DataConfig
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from locality.data.decoding import BadImage as BadImage
     from locality.data.decoding import decode as decode
     from locality.data.folder import open_folder as open_folder
+    from locality.data.loader import Batch as Batch
     from locality.data.loader import BatchLoader as BatchLoader
     from locality.data.loader import eval_loader as eval_loader
     from locality.data.loader import train_loader as train_loader

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -74,7 +75,6 @@ class DataConfig:
         fold: (i, k) evaluates on the i-th (from 0) of k equal parts of the training images and
             trains on the others; an existing validation split is ignored.
         first_classes: keep the first k classes in sorted order; None keeps all.
-        skip_classes: leave out the first k classes.
         val_fraction: fraction of each class held out if the dataset has no validation split.
         split_seed: seed of that split and of the parts; not the run's, so that all seeds share the
             validation images.
@@ -103,7 +103,6 @@ class DataConfig:
     val_part: Part | None = None
     fold: tuple[int, int] | None = setting(None, "sample")
     first_classes: checks.Count | None = None
-    skip_classes: checks.Natural = 0
     val_fraction: checks.ProperShare = 0.25
     split_seed: checks.Natural = setting(0, "sample")
     on_bad_image: Literal["auto", "error", "skip"] = setting("auto", "how")
@@ -118,7 +117,7 @@ class DataConfig:
 
     REMOVED = (
         *(("cache_gb", 10.0), ("crops", "exact"), ("difficulty", None), ("real_labels", None)),
-        *(("subset_seed", None), ("max_pixels", PIXEL_LIMIT)),
+        *(("subset_seed", None), ("max_pixels", PIXEL_LIMIT), ("skip_classes", 0)),
     )
 
     def __post_init__(self) -> None:
@@ -242,6 +241,11 @@ def check_rgb(what: str, channels: int, remedy: str) -> None:
         )
 
 
+_POLICY = re.compile(
+    r"(rand|augmix)(-[a-z]+[\d.]+)*|(original|originalr|v0|v0r|3a)(-[a-z]+[\d.]*)*"
+)
+
+
 @dataclass(frozen=True)
 class AugmentConfig:
     """Augmentation of training images. The defaults are mild; recipes set every value.
@@ -292,22 +296,9 @@ class AugmentConfig:
         for name in ("scale", "ratio"):
             if (limits := getattr(self, name)) != tuple(sorted(limits)):
                 raise UserError(f"{name} is {limits}; give two numbers, the smaller first")
-        if self.auto_augment is not None:
-            _policy(self.auto_augment)
-
-
-def _policy(text: str) -> None:
-    # timm asserts on most mistakes in these strings, or ignores them silently.
-    first, *parts = text.split("-")
-    if first not in ("rand", "augmix", "original", "originalr", "v0", "v0r", "3a"):
-        raise UserError(
-            f"auto_augment is '{text}'; give one of timm's policies, such as "
-            "'rand-m9-mstd0.5-inc1', 'augmix-m3-w3', 'original', 'v0' or '3a'"
-        )
-    for part in parts:
-        name = part.rstrip("0123456789.")
-        if not name.isalpha() or (name == part and first in ("rand", "augmix")):
+        # timm asserts on most mistakes in these strings, or ignores them silently.
+        if self.auto_augment is not None and not _POLICY.fullmatch(self.auto_augment):
             raise UserError(
-                f"auto_augment is '{text}', where '{part}' is not a setting; "
-                "write a name and a number, such as m9, mstd0.5, inc1"
+                f"auto_augment is '{self.auto_augment}'; give one of timm's policies, such as "
+                f"rand-m9-mstd0.5-inc1, augmix-m3-w3, original, v0 or 3a"
             )

@@ -22,7 +22,6 @@ import numpy.typing as npt
 import torchvision
 from huggingface_hub.utils import WeakFileLock
 
-from locality.data.classes import sort_classes
 from locality.data.config import DATASETS, DataConfig
 from locality.data.folder import (
     check_root,
@@ -30,7 +29,12 @@ from locality.data.folder import (
     open_folder,
 )
 from locality.data.sampling import Indices, class_fraction, class_slice, stratified_split
-from locality.data.sources import ArraySource, DataSplits, FileSource, ImageSource
+from locality.data.sources import (
+    ArraySource,
+    DataSplits,
+    FileSource,
+    ImageSource,
+)
 from locality.errors import UserError, wrap_errors
 
 _PART_SEED = 0  # of `DataConfig.part`: the same in all runs
@@ -68,8 +72,8 @@ def open_data(
     if val is None:
         whole = whole or config.fold is not None
         train, val = (train, train) if whole else _split(config, train)
-    limits = config.skip_classes, config.first_classes
-    classes, train, val = _select_classes(config, (classes, train, val), *limits)
+    if config.first_classes is not None:
+        classes, train, val = _first_classes((classes, train, val), config.first_classes)
     if config.val_part is not None:
         val = train.subset(_slice(train, config.val_part, config.split_seed))
     if config.fold is not None:
@@ -99,7 +103,7 @@ def _ordered(opened: _Found, names: Sequence[str] | None, custom: bool) -> _Foun
     # Built-in datasets keep their own order.
     if names is None or not custom or train.numbered:
         return opened
-    return renumber(opened, sort_classes(classes))
+    return renumber(opened, sorted(own))
 
 
 def renumber(opened: Any, order: list[str]) -> Any:
@@ -118,19 +122,12 @@ def renumber(opened: Any, order: list[str]) -> Any:
     return order, parts[0], parts[1]
 
 
-def _select_classes(config: DataConfig, opened: Opened, skipped: int, count: int | None) -> Opened:
-    """The first `count` classes except the first `skipped`, numbered from 0."""
+def _first_classes(opened: Opened, count: int) -> Opened:
+    """The images of the first `count` classes."""
     classes, *_ = opened
-    if not skipped and count is None:
-        return opened
-    count = len(classes) if count is None else count
     if count > len(classes):
-        raise UserError(
-            f"cannot use the first {count} classes; {config.dataset} has {len(classes)} classes"
-        )
-    if skipped >= count:
-        raise UserError(f"skip_classes is {skipped}, but {config.dataset} has {count} classes here")
-    return renumber(opened, classes[skipped:count])
+        raise UserError(f"there are {len(classes)} classes, not {count}")
+    return renumber(opened, classes[:count])
 
 
 def _split(config: DataConfig, source: ImageSource) -> tuple[ImageSource, ImageSource]:
@@ -173,7 +170,7 @@ def open_imagenet(config: DataConfig) -> Opened:
 
 def open_imagenet100(config: DataConfig) -> Opened:
     """The first 100 classes of an ImageNet folder."""
-    return _select_classes(config, open_imagenet(config), 0, 100)
+    return _first_classes(open_imagenet(config), 100)
 
 
 # -- through torchvision ---------------------------------------------------------------------------
@@ -247,8 +244,6 @@ def _parts(config: DataConfig) -> list[Any]:
         raise UserError(
             f"{title} could not be downloaded ({error.reason}); put {content} into '{root}'"
         ) from error
-    except ModuleNotFoundError as error:
-        raise UserError(f"{title} has MATLAB files, which need scipy: pip install scipy") from error
     except (RuntimeError, FileNotFoundError) as error:
         raise UserError(
             f"{title} is not in '{root}', or damaged: expected {content}; set data.download to "

@@ -19,7 +19,6 @@ import errno
 import importlib
 import io
 import os
-import struct
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -37,15 +36,8 @@ from locality.errors import UserError
 # Formats, recognised by content, not by file name. Of the others that Pillow reads, some run
 # programs (EPS), or are not photographs.
 _FORMATS = ("JPEG", "MPO", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM", "JPEG2000", "AVIF", "HEIF")
-# Of a compressed image inflated at once.
-_BLOCK_BYTES = 1 << 20
 # Larger than the largest accepted image, uncompressed.
 MAX_FILE_BYTES = 400_000_000
-# The seven passes of an interlaced PNG: first column and row, column and row step.
-_ADAM7 = (
-    *((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4)),
-    *((0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)),
-)
 # Small files can take hours: libjpeg decodes any number of scans and leaves a limit to its callers.
 # Encoders write about 10; 50 of the largest image take 7 s.
 _MAX_SCANS = 50
@@ -129,7 +121,7 @@ def load(data: bytes, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
         with _as_bad_image():
             image.load()
         if image.format == "PNG":
-            _check_png(data, image)
+            _check_png(data)
         return image
 
 
@@ -178,36 +170,17 @@ def _check_cost(image: ImageFile.ImageFile, data: bytes) -> None:
         )
 
 
-def _check_png(data: bytes, image: Image.Image) -> None:
-    """Refuse wrong checksums and missing rows, which Pillow accepts."""
-    offset, compressed, interlaced, chunk = 8, [], False, b""
-    while chunk != b"IEND" and len(data) >= offset + 12:
+def _check_png(data: bytes) -> None:
+    """Refuse wrong checksums and a missing end, which Pillow accepts."""
+    offset, chunk = 8, b""
+    while chunk != b"IEND":
         size = int.from_bytes(data[offset : offset + 4], "big")
         chunk, end = data[offset + 4 : offset + 8], offset + 8 + size
         if zlib.crc32(data[offset + 4 : end]) != int.from_bytes(data[end : end + 4], "big"):
             raise BadImage("the image is damaged (a checksum in it is wrong)")
-        if chunk == b"IHDR":
-            bits = data[offset + 16] * {2: 3, 4: 2, 6: 4}.get(data[offset + 17], 1)
-            interlaced = bool(data[offset + 20])
-        elif chunk == b"IDAT":
-            compressed.append(data[offset + 8 : end])
+        if end >= len(data):
+            raise BadImage("the image is damaged (its end is missing)")
         offset = end + 4
-    # Missing rows stay black: if the last row is not, skip inflating again.
-    last = image.crop((0, image.height - 1, image.width, image.height))
-    if not interlaced and last.getbbox(alpha_only=False) is not None:
-        return
-    grids = _ADAM7 if interlaced else ((0, 0, 1, 1),)
-    expected = 0
-    for left, top, right, down in grids:
-        columns = -(-(image.width - left) // right)
-        rows = -(-(image.height - top) // down)
-        expected += rows * (1 + (columns * bits + 7) // 8) if columns > 0 and rows > 0 else 0
-    # In blocks: a small file may hold gigabytes.
-    inflate, length, rest = zlib.decompressobj(), 0, b"".join(compressed)
-    while length < expected and (block := inflate.decompress(rest, _BLOCK_BYTES)):
-        length, rest = length + len(block), inflate.unconsumed_tail
-    if length < expected:
-        raise BadImage("the image is damaged (rows are missing at its end)")
 
 
 def convert(image: Image.Image, mode: str) -> Image.Image:
@@ -253,22 +226,10 @@ def to_rgb(image: Image.Image, decoding: Decoding = DEFAULT_DECODING) -> Image.I
 
 
 def _orientation(image: Image.Image) -> Any:
-    """The EXIF orientation, even if the rest of the record is damaged; None without one.
+    """The EXIF orientation; None without one.
 
-    Pillow gives up on a record at the first field that it cannot find, and its `exif_transpose` if
-    it cannot write one back.
+    Pillow's `exif_transpose` fails where a record has other fields that it cannot write back.
     """
-    record = image.info.get("exif") or b""
-    record = record.removeprefix(b"Exif\0\0") if isinstance(record, bytes) else b""
-    order = "<" if record.startswith(b"II") else ">"
-    with contextlib.suppress(struct.error):
-        (offset,) = struct.unpack_from(order + "L", record, 4)
-        (fields,) = struct.unpack_from(order + "H", record, offset)
-        for field in range(offset + 2, offset + 2 + 12 * fields, 12):
-            tag, kind, count = struct.unpack_from(order + "HHL", record, field)
-            if tag == ExifTags.Base.Orientation and (kind, count) == (TiffTags.SHORT, 1):
-                return struct.unpack_from(order + "H", record, field + 8)[0]
-    # Pillow also looks elsewhere, such as in XMP.
     with contextlib.suppress(Exception):
         return image.getexif().get(ExifTags.Base.Orientation)
     return None

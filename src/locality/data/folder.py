@@ -26,10 +26,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from locality.data.classes import class_difference, sort_classes
 from locality.data.config import DATASETS, DEFAULT_DECODING, DataConfig, Decoding
 from locality.data.decoding import BadImage, decode, read_bytes
-from locality.data.sources import FileSource
+from locality.data.sources import FileSource, class_difference
 from locality.errors import UserError, printable, some, wrap_errors
 
 _log = logging.getLogger("locality")
@@ -95,7 +94,7 @@ def list_folder(root: Path | str) -> Listing:
             )
         named[name] = folder
     listing = Listing(root, ignored=files)
-    for name in sort_classes(named):
+    for name in sorted(named):
         listing.files[name] = sorted(_images(root, named[name], {root.resolve()}, listing))
     return listing
 
@@ -110,21 +109,14 @@ def class_name(text: str, where: str) -> str:
 
 
 def left_out(paths: Iterable[str]) -> str:
-    """Ignored files, counted by suffix in brackets, and the package that reads them."""
+    """Ignored files, counted by suffix in brackets, and what reads them."""
     suffixes = Counter(os.path.splitext(path)[1].lower() for path in paths)
     counts = ", ".join(f"{n:,} {suffix or 'without'}" for suffix, n in suffixes.most_common())
     if any(f".{suffix}" in suffixes for suffix in _HEIF):
         counts += "; pip install 'locality[heif]' reads .heic and .heif"
+    if suffixes.keys() & {".arrow", ".parquet"}:
+        counts += "; --data.dataset arrow reads them"
     return f" ({counts})" if counts else ""
-
-
-def log_names(classes: Iterable[str]) -> None:
-    """Log class names that differ only in case, which may be mistakes."""
-    groups: dict[str, list[str]] = {}
-    for name in classes:
-        groups.setdefault(name.casefold(), []).append(name)
-    if twins := [name for group in groups.values() if len(group) > 1 for name in group]:
-        log_once(f"classes that differ only in case are different classes: {some(twins)}")
 
 
 def part_of(name: str) -> str | None:
@@ -163,13 +155,6 @@ def find_splits(root: Path | str | None) -> dict[str, Path]:
     if not picked:
         if len(parts) == len(folders):
             raise UserError(f"'{root}' has {some(parts)} but no folder train")
-        inside = train_and_val(list_entries(root / folders[0])[0])
-        if len(inside) > 1:
-            expected = " and ".join(f"{root / part / folders[0]}" for part in inside.values())
-            raise UserError(
-                f"'{root / folders[0]}' has {some(inside.values())}; expected splits above the "
-                f"classes: {expected}"
-            )
         return {"all": root}
     train = root / picked["train"]
     if "val" not in picked:
@@ -196,15 +181,12 @@ def open_folder(config: DataConfig) -> tuple[list[str], FileSource, FileSource |
         if not any(listing.files.values()):
             raise no_images_error(listing.root)
         if ignored := listing.ignored:
-            outside = [p for p in ignored if _is_image(p) and os.sep not in p]
-            beside = f"; images outside of the class folders: {some(outside)}" if outside else ""
             total = len(ignored) + sum(map(len, listing.files.values()))
             left = f"{len(ignored):,} of {total:,} files are left out{left_out(ignored)}"
-            log_once(f"'{listing.root}': {left}{beside}")
+            log_once(f"'{listing.root}': {left}, such as {some(ignored, 3)}")
     if difference := class_difference({part: listing.files for part, listing in listings.items()}):
         raise UserError(f"train and val have different classes: {difference}")
     classes = list(next(iter(listings.values())).files)
-    log_names(classes)
     train, *val = (listing.source(classes, config.decoding) for listing in listings.values())
     return classes, train, val[0] if val else None
 
@@ -246,7 +228,6 @@ def image_files(paths: Iterable[str]) -> Iterator[Path]:
     """
     for name in paths:
         path = _STDIN if name == "-" else Path(name)
-        check_address(name)
         if matches := [] if os.path.lexists(path) else sorted(glob(name, recursive=True)):
             yield from image_files(matches)
         elif path.is_dir():
@@ -286,17 +267,8 @@ def check_root(config: DataConfig) -> None:
         require_folder(config.root, or_file=name == "table")
 
 
-def check_address(path: str) -> None:
-    """Check that a path of images is not an address on a network."""
-    if "://" in path and not os.path.exists(path):
-        raise UserError(
-            f"'{path}' is an address; copy the images to this machine and give their folder"
-        )
-
-
 def require_folder(root: Path | str | None, or_file: bool = False) -> Path:
     """`root` as the path of an existing folder, or of a file that is no archive or image."""
-    check_address(str(root))
     path = Path(root or "").expanduser()
     if not path.exists():
         raise UserError(f"'{path}' does not exist")
@@ -313,18 +285,9 @@ def require_folder(root: Path | str | None, or_file: bool = False) -> Path:
 
 
 def no_images_error(root: Path) -> UserError:
-    if any(map(_is_image, list_entries(root)[1])):
-        return UserError(
-            f"'{root}' contains images; expected one folder per class (if it is one, give the "
-            f"folder above it)"
-        )
-    ignored = list_folder(root).ignored
-    if any(name.endswith((".arrow", ".parquet")) for name in ignored):
-        return UserError(
-            f"'{root}' has Parquet or Arrow files; read them with --data.dataset arrow"
-        )
     return UserError(
-        f"no images in '{root}'{left_out(ignored)}; expected one folder per class, of .jpg, .png …"
+        f"no images in folders of '{root}'{left_out(list_folder(root).ignored)}; expected one "
+        f"folder per class, of .jpg, .png … (if it is one, give the folder above it)"
     )
 
 

@@ -1,4 +1,8 @@
-"""Image sources: labelled images with random access.
+"""Labelled images with random access, and the names of their classes.
+
+Classes are sorted as text, by code point ("1", "10", "2"), as torchvision, Keras and `datasets`
+number class folders; runs and saved models record their own order. Labels and outputs are always
+matched by name.
 
 The fingerprint of a run's images tells a resumed run whether they have changed. Reading a million
 files takes hours, their sizes and modification times 6 s; so large datasets are compared by these,
@@ -15,7 +19,7 @@ import os
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -40,8 +44,7 @@ _OPENING_BYTES = 10_000
 # Decoding images of this many bytes takes seconds.
 COMPARED_BYTES = 100_000_000
 _DIGITS = 16  # of a digest; modification times have fewer
-_MAX_TABLE_BYTES, _MOST_FILES = 1 << 28, 3_000_000
-_SIZED_FILES = 500
+_MAX_TABLE_BYTES = 1 << 28
 
 
 class ImageSource(ABC):
@@ -295,16 +298,6 @@ class DataSplits:
     train: ImageSource
     val: ImageSource
 
-    def file_bytes(self) -> int:
-        """The approximate size of all image files, from a sample; 0 without files."""
-        total = 0.0
-        for source in (self.train, self.val):
-            sample = np.arange(len(source))[:: 1 + len(source) // _SIZED_FILES]
-            sizes = [_status(path)[0] for _, path in source.files(sample)]
-            # One file per image, or all files of the dataset.
-            total += sum(sizes) * (len(source) / len(sizes) if len(sizes) == len(sample) else 1)
-        return round(total)
-
 
 def open_digits(config: DataConfig) -> tuple[list[str], ImageSource, None]:
     """1,797 handwritten digits, 8×8, grey as RGB; the images of scikit-learn's `load_digits`.
@@ -397,7 +390,62 @@ def _content(path: str) -> str:
 
 def _parse_table(table: bytes) -> dict[str, str]:
     """Size and stamp of every file by its name."""
-    if table.count(b"\n") > _MOST_FILES:
-        raise ValueError(f"it names more than {_MOST_FILES:,} files")
     rows = (line.rsplit("\t", 1) for line in table.decode().splitlines())
     return {name[1:-1]: stamp for stamp, name in rows}
+
+
+# -- names of classes ------------------------------------------------------------------------------
+
+
+def joinable(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """`names`, if classes can be matched by them; None without names or with duplicates."""
+    return names if names is not None and len(set(names)) == len(names) else None
+
+
+def class_difference(parts: Mapping[str, Iterable[str]]) -> str:
+    """The classes that some splits lack, in words; empty if they agree."""
+    classes = {part: set(names) for part, names in parts.items()}
+    shared = set.intersection(*classes.values())
+    only = {part: sorted(names - shared) for part, names in classes.items()}
+    return "; ".join(f"only {part} has {some(names)}" for part, names in only.items() if names)
+
+
+def imbalance(counts: Mapping[str, int]) -> str:
+    """Advice on classes of very different size; "" otherwise.
+
+    Args:
+        counts: images per class.
+    """
+    held = {name: count for name, count in counts.items() if count}
+    if not held:
+        return ""
+    least, most = min(held, key=held.__getitem__), max(held, key=held.__getitem__)
+    if held[most] < 10 * held[least]:
+        return ""
+    return (
+        f"classes have from {held[least]:,} ({least}) to {held[most]:,} images ({most}); rare "
+        f"classes hardly change top-1: look at each class's accuracy, add images, or train with "
+        f"--objective.class_weights true"
+    )
+
+
+def class_notes(counts: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """Notes on classes without images, and on uneven ones.
+
+    Args:
+        counts: images per class of each part, "training" first.
+    """
+    notes = []
+    for part, by_class in counts.items():
+        if empty := [name for name, count in by_class.items() if not count]:
+            notes.append(
+                f"{len(empty)} of {len(by_class):,} classes have no {part} images: {some(empty)}"
+            )
+    uneven = imbalance(next(iter(counts.values())))
+    return [*notes, uneven] if uneven else notes
+
+
+def numbered(names: Sequence[str]) -> str:
+    """The first three classes with their numbers, in words."""
+    shown = [f"{number} is '{name}'" for number, name in enumerate(names[:3])]
+    return ", ".join([*shown, *(["…"] if len(names) > 3 else [])])

@@ -15,12 +15,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from locality.data.classes import class_difference, imbalance
 from locality.data.config import DataConfig, InputConfig
 from locality.data.datasets import open_data
-from locality.data.folder import find_splits, left_out, list_folder
 from locality.data.preprocessing import MOST_CROPPED, cropped_share
-from locality.data.sources import Examined, ImageSource, examine
+from locality.data.sources import Examined, ImageSource, examine, imbalance
 from locality.errors import UserError, printable, some
 
 # One processor decodes this many images of ImageNet's size in half a minute.
@@ -37,15 +35,13 @@ class CheckReport:
         classes: number of classes.
         bad_files: files that cannot be decoded, path → reason.
         empty_classes: classes without images, per split.
-        class_difference: classes that only one split has, in words; empty if they agree.
         duplicates: (training file, validation file) with the same content.
         repeats: (earlier file, file) of the same split with the same content.
-        ignored: files without an image suffix or outside the class folders, and links back to a
-            folder above them.
         modes: number of images per colour mode ("RGB", "L", "CMYK", …).
         sizes: minimum, 5%, median, 95% and maximum of "width" and "height" in pixels.
         cropped: mean share of an image's pixels outside its largest centre square.
-        bits: (used, available) bits of 16-bit greys; None without any.
+        greys: advice on 16-bit greys that leave bits unused, if any.
+        black: whether they become black.
         counts: images per class, in the training split if there is one.
     """
 
@@ -54,14 +50,13 @@ class CheckReport:
     classes: int = 0
     bad_files: dict[str, str] = field(default_factory=dict)
     empty_classes: dict[str, list[str]] = field(default_factory=dict)
-    class_difference: str = ""
     duplicates: list[tuple[str, str]] = field(default_factory=list)
     repeats: list[tuple[str, str]] = field(default_factory=list)
-    ignored: list[str] = field(default_factory=list)
     modes: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, list[int]] = field(default_factory=dict)
     cropped: float = 0.0
-    bits: tuple[int, int] | None = None
+    greys: str = ""
+    black: bool = False
     counts: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -69,11 +64,10 @@ class CheckReport:
         """Whether a run on this folder neither stops nor evaluates on training images."""
         return not (
             self.bad_files
-            or self.class_difference
             or self.duplicates
             or any(self.empty_classes.values())
             or not any(self.images.values())
-            or _black(self.bits)
+            or self.black
         )
 
     def lines(self, most: int = 10) -> list[str]:
@@ -89,9 +83,7 @@ class CheckReport:
         if self.cropped >= 0.005:
             squashed = "; `locality train FOLDER` squashes them" * (self.cropped > MOST_CROPPED)
             text.append(f"a square centre crop drops {self.cropped:.0%} of the pixels{squashed}")
-        text.append(_unused_bits(self.bits))
-        if self.class_difference:
-            text.append(f"train and val have different classes: {self.class_difference}")
+        text.append(self.greys)
         for part, names in self.empty_classes.items():
             if names:
                 text.append(f"classes of {part} without images ({len(names)}): {some(names, most)}")
@@ -109,10 +101,6 @@ class CheckReport:
                 text += [f"{what} ({len(items):,}):", *(f"  {item}" for item in items[:most])]
             if len(items) > most:
                 text.append(f"  … and {len(items) - most:,} more")
-        if self.ignored:
-            kinds = {Path(path).suffix.lower(): path for path in reversed(self.ignored)}
-            counts = left_out(self.ignored)
-            text.append(f"files that are ignored{counts}, such as {some(kinds.values())}")
         text.append(imbalance(self.counts))
         text.append("nothing is wrong" if self.ok else "this folder needs attention")
         return [printable(line) for line in text if line]
@@ -132,25 +120,16 @@ def check(
     root = None if folder is None else str(folder)
     config = DataConfig(dataset, root, **settings)
     report = CheckReport(config.root or dataset)
-    parts: dict[str, tuple[list[str], ImageSource]]
-    if dataset == "folder":
-        listings = {part: list_folder(root) for part, root in find_splits(folder).items()}
-        report.class_difference = class_difference({p: x.files for p, x in listings.items()})
-        for listing in listings.values():
-            report.ignored += [str(listing.root / path) for path in listing.ignored]
-        read = config.decoding
-        parts = {part: ([*x.files], x.source(x.files, read)) for part, x in listings.items()}
-    else:
-        splits = open_data(config, seed=0, whole=True)
-        parts = {"train": (splits.classes, splits.train), "val": (splits.classes, splits.val)}
-        if splits.train is splits.val:  # a table without a split, of which a run holds some out
-            parts = {"all": parts["train"]}
-    report.classes = len(next(iter(parts.values()))[0])
+    splits = open_data(config, seed=0, whole=True)
+    # Without a split, all images are both.
+    parts = {"train": splits.train, "val": splits.val}
+    parts = {"all": splits.train} if splits.train is splits.val else parts
+    report.classes = len(splits.classes)
     good: list[Examined] = []
     first: dict[str, dict[int, str]] = {part: {} for part in parts}
-    for part, (classes, source) in parts.items():
+    for part, source in parts.items():
         report.images[part] = len(source)
-        by_class = source.counts(classes)
+        by_class = source.counts(splits.classes)
         report.counts = report.counts or by_class
         report.empty_classes[part] = [name for name, count in by_class.items() if not count]
         bar = tqdm(examine(source), f"checking {part}", len(source), disable=not progress)
@@ -165,7 +144,7 @@ def check(
             if part == "val" and image.digest in first["train"]:
                 report.duplicates.append((first["train"][image.digest], path))
     report.modes = dict(Counter(image.mode for image in good).most_common())
-    report.bits = _most_used(image.bits for image in good)
+    report.greys, report.black = _unused_bits(good)
     report.cropped = _cropped(good)
     for side in ("width", "height") if good else ():
         sides = [getattr(image, side) for image in good]
@@ -199,8 +178,8 @@ def verify(source: ImageSource, preprocessing: InputConfig | None = None) -> str
             f"{some(map(source.describe, bad))} ({examined[bad[0]].fault}); repair or remove them; "
             f"`locality train` also takes --data.on_bad_image skip"
         )
-    unused = _unused_bits(used := _most_used(image.bits for image in examined))
-    if _black(used):
+    unused, black = _unused_bits(examined)
+    if black:
         raise UserError(f"the validation images are black: {unused}")
     notes = [f"all {count:,} validation images can be decoded"]
     if len(source) < count:
@@ -223,22 +202,14 @@ def _cropped(images: Iterable[Examined], shape: tuple[int, int] = (1, 1)) -> flo
     return float(np.mean(shares)) if shares else 0.0
 
 
-def _most_used(bits: Iterable[tuple[int, int] | None]) -> tuple[int, int] | None:
-    return min(filter(None, bits), key=lambda pair: pair[1] - pair[0], default=None)
-
-
-def _black(bits: tuple[int, int] | None) -> bool:
-    """Whether 16-bit greys become black in 8 bits."""
-    return bits is not None and 0 < bits[0] <= bits[1] - 8
-
-
-def _unused_bits(bits: tuple[int, int] | None) -> str:
-    """Advice on 16-bit greys that leave more than one bit unused; "" otherwise."""
-    used, there = bits or (0, 0)
+def _unused_bits(images: Iterable[Examined]) -> tuple[str, bool]:
+    """Advice on 16-bit greys that leave more than one bit unused, and whether they are black."""
+    bits = [image.bits for image in images if image.bits is not None]
+    used, there = min(bits, key=lambda pair: pair[1] - pair[0], default=(0, 0))
     if not 0 < used < there - 1:
-        return ""
-    proposed = max(8, used)
+        return "", False
+    proposed, black = max(8, used), used <= there - 8
     return (
-        f"16-bit greys use {used} of {there} bits and look {'black' if _black(bits) else 'dark'}; "
+        f"16-bit greys use {used} of {there} bits and look {'black' if black else 'dark'}; "
         f"if {2**proposed - 1} is their white, train with --data.grey_bits {proposed}"
-    )
+    ), black

@@ -136,7 +136,7 @@ def image_counts(config: RunConfig) -> tuple[int, int, int]:
     known = _IMAGENET_22K if config.recipe == "cvt_22k" else known
     if known is not None:
         images, evaluated, classes = known
-        kept = min(data.first_classes or classes, classes) - data.skip_classes
+        kept = min(data.first_classes or classes, classes)
         share = kept / classes * (data.part[1] - data.part[0])
         if data.val_part is not None:
             evaluated = images * (data.val_part[1] - data.val_part[0])
@@ -209,8 +209,7 @@ def dry_run(config: RunConfig, folder: Path | str | None = None) -> str:
         f"{run}\n"
         f"memory  {format_bytes(sum(memory.values()))} per process: "
         f"{', '.join(f'{what} {format_bytes(count)}' for what, count in memory.items())}\n"
-        f"disk    {format_bytes(run.checkpoint_bytes)} per checkpoint, "
-        f"{format_bytes(run.splits.file_bytes())} of images\n"
+        f"disk    {format_bytes(run.checkpoint_bytes)} per checkpoint\n"
         f"time    {format_duration(time)}, {images / len(run.splits.train):.3g} passes\n"
         f"speed   {reading:.4g} images/s read, {computing:.4g} trained on: {slower} is the "
         f"bottleneck"

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from locality import checks
 from locality.checkpoints.api import Classifier, open_model
 from locality.data import Batch, BatchLoader, DataSplits, ImageSource, eval_loader, open_data
-from locality.data.classes import class_difference, joinable, numbered
 from locality.data.config import DataConfig, check_rgb
 from locality.data.datasets import renumber
 from locality.data.loader import translate_killed_worker
+from locality.data.sources import class_difference, joinable, numbered
 from locality.errors import UserError, some
 from locality.layers.block import switched
 from locality.models import count_macs

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from locality.checkpoints import open_model
 from locality.checkpoints.registry import detect_kind
-from locality.data.classes import class_difference, joinable, numbered
 from locality.data.config import AugmentConfig, InputConfig, Preprocessing, check_rgb
+from locality.data.sources import class_difference, joinable, numbered
 from locality.errors import UserError, prefix_errors, wrap_errors
 from locality.training.config import ObjectiveConfig
 from locality.training.devices import accumulation_dtype

@@ -11,8 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from locality import machine
 from locality.data import DataSplits, open_data
-from locality.data.classes import class_notes
-from locality.data.sources import ImageFingerprint
+from locality.data.sources import ImageFingerprint, class_notes
 from locality.errors import UserError
 from locality.models import ImageClassifier, count_macs, count_parameters
 from locality.settings import replace

@@ -1,0 +1,336 @@
+"""Tables of images: a CSV file, or a folder of Parquet or Arrow files.
+
+A row of a CSV file names an image file and its class:
+
+    image,label,split
+    photos/1.jpg,cat,train
+    photos/2.jpg,dog,val
+
+`split` is optional; other columns are ignored. The text is UTF-8; commas, semicolons, tabs or
+spaces separate the columns. Nothing is guessed: a table in another form is refused.
+
+Parquet and Arrow give random access to millions of images in a few files. Hugging Face's `datasets`
+finds the splits, converts Parquet to Arrow once, into its cache (see HF_HOME; this takes as much
+disk space again), and maps the files into memory.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from locality.data.config import DataConfig, Decoding
+from locality.data.decoding import BadImage, decode, read_bytes
+from locality.data.folder import (
+    class_name,
+    is_inside,
+    list_entries,
+    log_once,
+    outside_error,
+    part_of,
+    require_folder,
+    train_and_val,
+)
+from locality.data.sources import FileSource, ImageSource, class_difference
+from locality.errors import UserError, one_line, require, some, wrap_errors
+from locality.files import open_file, without_mark
+
+if TYPE_CHECKING:
+    import datasets
+
+TABLE = "labels.csv"
+
+_MAX_TABLE_BYTES = 1 << 28
+# The first that the first line has separates the columns.
+_SEPARATORS = "\t;, "
+_EXAMPLE = "expected a first line such as image,label and rows such as photos/1.jpg,cat"
+
+
+def open_table(config: DataConfig) -> tuple[list[str], FileSource, FileSource | None]:
+    """Classes, sorted, training and validation images of a table; None without a `split` column.
+
+    Args:
+        config: its root is the file, or a folder with a `labels.csv`; image paths are relative to
+            that folder. `image_column` and `label_column` name other columns than "image" and
+            "label", or number them from 1; if the image column is a number, there is no heading.
+    """
+    path = Path(config.root or "").expanduser()
+    path = path / TABLE if path.is_dir() else path
+    if not path.exists():
+        raise UserError(f"no table of images '{path}'; give the table or its folder as root")
+    rows = _rows(path)
+    heading, first = _heading(path, config, rows)
+    columns = _columns(path, config, heading)
+    lines: dict[str, int] = {}
+    images, labels, parts = list[str](), list[str](), list[str | None]()
+    for line, row in chain(first, rows):
+        where = f"line {line} of '{path}'"
+        if len(row) != len(heading):
+            raise UserError(
+                f"{where} has {len(row)} columns, the first row {len(heading)}: {' '.join(row)!r}"
+            )
+        image, label, part = (None if column is None else row[column] for column in columns)
+        assert image is not None and label is not None
+        if not config.allow_outside and not is_inside(path.parent, image):
+            raise outside_error(f"{where} names '{image}'", path.parent)
+        if not os.path.isfile(path.parent / image):
+            raise UserError(f"{where} names '{image}', which is not a file in '{path.parent}'")
+        if not label or "\n" in label:
+            raise UserError(f"{where} gives '{image}' the class {label!r}; expected a name")
+        if (same := lines.setdefault(os.path.normpath(path.parent / image), line)) != line:
+            raise UserError(f"{where} names '{image}', and so does line {same}")
+        if part is not None and part_of(part) is None:
+            raise UserError(f"{where} has the split {part!r}; expected train or val")
+        images.append(image)
+        labels.append(class_name(label, f"the class in {where}"))
+        parts.append(part and part_of(part))
+    if not images:
+        raise UserError(f"'{path}' has no rows after its first line; {_EXAMPLE}")
+    classes = sorted(set(labels))
+    numbers = {label: number for number, label in enumerate(classes)}
+
+    def source(part: str | None) -> FileSource:
+        chosen = [index for index, own in enumerate(parts) if own == part]
+        files, own = [images[n] for n in chosen], [numbers[labels[n]] for n in chosen]
+        return FileSource(path.parent, files, np.array(own, np.int64), config.decoding)
+
+    counts = Counter(parts)
+    if None in counts:
+        return classes, source(None), None
+    picked = train_and_val(filter(None, counts))
+    if len(picked) < 2:
+        raise UserError(f"the column split of '{path}' needs train and val; it has {[*counts]}")
+    if unused := [f"{counts[part]:,} of {part}" for part in counts if part not in picked.values()]:
+        log_once(f"'{path}': images that are not used: {', '.join(unused)}")
+    return classes, source("train"), source(picked["val"])
+
+
+def has_table(folder: Path) -> bool:
+    """Whether `labels.csv`, rather than class folders, lists a folder's images."""
+    path = folder / TABLE
+    if not path.is_file():
+        return False
+    if len(list_entries(folder)[0]) < 2:
+        return True
+    log_once(f"'{path}' is not used beside folders; to use it, give it in place of '{folder}'")
+    return False
+
+
+def _heading(
+    path: Path, config: DataConfig, rows: Iterator[tuple[int, list[str]]]
+) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """The names of the columns, and the first row if it holds an image instead of them."""
+    line, first = next(rows, (0, []))
+    if not first:
+        raise UserError(f"'{path}' is empty; {_EXAMPLE}")
+    if (config.image_column or "").isdecimal():
+        return ["" for _ in first], [(line, first)]
+    return [name.casefold() for name in first], []
+
+
+def _columns(path: Path, config: DataConfig, heading: list[str]) -> tuple[int, int, int | None]:
+    """The indices of the columns of images, classes and splits."""
+    indices = []
+    for option, usual in (("image_column", "image"), ("label_column", "label")):
+        name = getattr(config, option) or usual
+        if heading.count(name.casefold()) == 1:
+            indices.append(heading.index(name.casefold()))
+        elif name.isdecimal() and 1 <= int(name) <= len(heading):
+            indices.append(int(name) - 1)
+        else:
+            raise UserError(
+                f"line 1 of '{path}' names no column '{name}' ({', '.join(heading)}); {_EXAMPLE}, "
+                f"or name the columns by --data.image_column and --data.label_column (1 and 2 "
+                f"without a heading)"
+            )
+    return indices[0], indices[1], heading.index("split") if "split" in heading else None
+
+
+def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Rows with the numbers of the lines in which they begin, without empty ones."""
+    with (
+        open_file(path, _MAX_TABLE_BYTES) as file,
+        wrap_errors(
+            f"'{path}' is not text in UTF-8; save the table as CSV, in UTF-8", UnicodeError
+        ),
+    ):
+        text = io.TextIOWrapper(file, "utf-8-sig", newline="")
+        start = text.readline()
+        mark = next((mark for mark in _SEPARATORS if mark in start.strip()), ",")
+        reader = csv.reader(
+            chain([start], text), delimiter=mark, skipinitialspace=True, strict=True
+        )
+        line = 1
+        try:
+            for row in reader:
+                cells = [without_mark(cell.strip()) for cell in row]
+                if any(cells):
+                    yield line, cells
+                line = reader.line_num + 1
+        except csv.Error as error:
+            raise UserError(
+                f"line {line} of '{path}' is not CSV ({error}); a quotation mark may be missing"
+            ) from error
+
+
+# -- Parquet and Arrow -----------------------------------------------------------------------------
+
+# ImageNet-22k has 21,841.
+_MAX_CLASSES = 1_000_000
+
+
+class ArrowSource(ImageSource):
+    """A Hugging Face dataset with an image and a class per row.
+
+    Images are undecoded, their "bytes" or "path". A path must be in the folder `inside` if that is
+    given.
+    """
+
+    def __init__(
+        self,
+        images: datasets.Dataset,
+        labels: npt.ArrayLike,
+        name: str,
+        decoding: Decoding,
+        files: Sequence[tuple[str, str]],
+        inside: Path | None,
+    ) -> None:
+        self.images, (self._column,) = images, images.column_names
+        self.labels = np.asarray(labels, dtype=np.int64)
+        self.name = name
+        self.decoding = decoding
+        self._files = files
+        self._inside = inside
+
+    def read(self, index: int) -> Image.Image:
+        return decode(self.read_bytes(index), self.decoding)
+
+    def read_bytes(self, index: int) -> bytes:
+        cell = self._cell(index)
+        if cell.get("bytes") is not None:
+            return cell["bytes"]
+        if (path := cell.get("path")) is None:
+            raise BadImage("the row has no image")
+        if self._inside is not None and not is_inside(self._inside, os.path.abspath(path)):
+            raise BadImage(str(outside_error(f"the row names '{path}'", self._inside)))
+        return read_bytes(path)
+
+    def files(self, indices: npt.NDArray[np.int64]) -> Sequence[tuple[str, str]]:
+        """All files of the dataset: which of them hold these rows is not known."""
+        return self._files
+
+    def _cell(self, index: int) -> dict[str, Any]:
+        return self.images[index][self._column] or {}
+
+    def describe(self, index: int) -> str:
+        path = self._cell(index).get("path")
+        return f"{self.name}[{index}]" + (f" ({path})" if path else "")
+
+
+def open_arrow(config: DataConfig) -> tuple[list[str], ImageSource, ImageSource | None]:
+    """Classes, training and validation images of a folder of Parquet or Arrow files.
+
+    The third value is None if `datasets` finds no validation or test split.
+
+    Args:
+        config: its root is the folder; its columns are needed if several qualify.
+    """
+    folder = require_folder(config.root)
+    require("a folder of Parquet or Arrow files", "locality[arrow]", "datasets")
+    import datasets as hf
+
+    parts, files = _load(folder)
+    image = _column("image", config, parts["train"], hf.Image)
+    label = _column("label", config, parts["train"], hf.ClassLabel)
+    opened: list[ArrowSource] = []
+    classes: list[str] = []
+    for part, rows in parts.items():
+        where = f"{part} in '{folder}'"
+        if missing := [name for name in (image, label) if name not in rows.features]:
+            raise UserError(f"{where} has no column {some(missing)}, which train has")
+        declared, names = _classes(rows, label, where)
+        if part == "train":
+            numbers = not declared and "int" in rows.features[label].dtype
+            classes = declared or sorted(set(names))
+            if numbers:
+                classes = [str(n) for n in range(1 + max(map(int, names), default=-1))]
+        elif difference := class_difference(
+            {"train": classes, part: declared or {*classes, *names}}
+        ):
+            raise UserError(f"train and {part} in '{folder}' have different classes: {difference}")
+        index = {name: number for number, name in enumerate(classes)}
+        inside = None if config.allow_outside else folder
+        labels = [index[name] for name in names]
+        images = rows.select_columns([image]).cast_column(image, hf.Image(decode=False))
+        source = ArrowSource(images, labels, f"{folder}/{part}", config.decoding, files, inside)
+        source.numbered, files = numbers, []
+        opened.append(source)
+    return classes, opened[0], opened[1] if len(opened) > 1 else None
+
+
+def _load(folder: Path) -> tuple[dict[str, datasets.Dataset], list[tuple[str, str]]]:
+    """The rows by split, "train" and "val", and the files: names below the folder, and paths."""
+    import datasets as hf
+
+    paths = sorted(path for path in folder.rglob("*") if path.suffix in (".arrow", ".parquet"))
+    if not paths:
+        raise UserError(f"no .arrow or .parquet files in '{folder}'")
+    try:
+        if any((folder / name).exists() for name in ("state.json", "dataset_dict.json")):
+            loaded = hf.load_from_disk(str(folder))
+        else:
+            # Each split on its own: together, all would be read with the class numbers of one.
+            kind = paths[0].suffix[1:]
+            splits = hf.load_dataset_builder(kind, data_dir=str(folder)).config.data_files
+            loaded = {
+                str(name): hf.load_dataset(kind, data_files=[*files], split="train")
+                for name, files in splits.items()
+            }
+    except (OSError, ValueError, RuntimeError, hf.exceptions.DatasetsError) as error:
+        reason = one_line(error.__cause__ or error)
+        raise UserError(f"'{folder}' cannot be read by `datasets`: {reason}") from error
+    rows = loaded if isinstance(loaded, dict) else {"train": loaded}
+    if not (picked := train_and_val(rows)):
+        raise UserError(f"'{folder}' has the splits {some(rows)} but no train")
+    files = [(str(path.relative_to(folder)), str(path)) for path in paths]
+    return {part: rows[name] for part, name in picked.items()}, files
+
+
+def _column(what: str, config: DataConfig, rows: datasets.Dataset, feature: type) -> str:
+    """The given column, else the only one of that feature, else the one of that name."""
+    chosen = getattr(config, f"{what}_column")
+    matching = [name for name, has in rows.features.items() if isinstance(has, feature)]
+    candidates = [chosen] if chosen is not None else matching or [what]
+    if len(candidates) == 1 and candidates[0] in rows.features:
+        return candidates[0]
+    raise UserError(
+        f"'{config.root}' has no column {some(candidates)}, or several, among "
+        f"{some(rows.features)}; give data.{what}_column"
+    )
+
+
+def _classes(rows: datasets.Dataset, column: str, where: str) -> tuple[list[str], list[str]]:
+    """The declared classes, if any, and the class of every row."""
+    declared = list(getattr(rows.features[column], "names", None) or [])
+    values = rows.data.column(column).to_pylist()
+    if missing := values.count(None):
+        raise UserError(f"{missing} rows of {where} have no {column}")
+    if not all(isinstance(value, str | int) for value in values):
+        raise UserError(f"the column {column} of {where} holds neither names nor integers")
+    numbers, count = [n for n in values if isinstance(n, int)], len(declared) or _MAX_CLASSES
+    if numbers and not 0 <= min(numbers) <= max(numbers) < count:
+        raise UserError(
+            f"{column} of {where} ranges from {min(numbers)} to {max(numbers)}; give 0 to "
+            f"{count - 1:,}"
+        )
+    return declared, [declared[value] if declared else str(value) for value in values]
