@@ -17,8 +17,6 @@ PIP  := $(BIN)/python -m pip install --quiet --no-compile $(if $(TORCH_INDEX),--
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # A file's tests stay together: what they share is made once.
 TWO := --numprocesses 2 --dist loadfile
-# These fork processes that train, which torch allows only where nothing was compiled before.
-FORKING := tests/training/test_processes.py
 
 .PHONY: setup demo test test-slow coverage check format lint types bench pages gallery docs dist release clean
 
@@ -45,12 +43,10 @@ test: $(TEST)           ## the fast tests: what one wants before a commit
 	$(PYTEST) $(TWO)
 
 test-slow: $(DOCS)      ## processes, browser, compiler, whole experiments, the site
-	$(PYTEST) $(TWO) -m slow --ignore $(FORKING)
-	$(PYTEST) -m slow $(FORKING)
+	$(PYTEST) $(TWO) -m slow
 
 coverage: $(DOCS)       ## both with line coverage, which nearly doubles their time
-	$(PYTEST) $(TWO) --cov --cov-report= -m "slow or not slow" --ignore $(FORKING)
-	$(PYTEST) -m slow $(FORKING) --cov --cov-append --cov-report=term:skip-covered
+	$(PYTEST) $(TWO) --cov --cov-report=term:skip-covered -m "slow or not slow"
 
 check: format lint types test   ## before a commit; continuous integration adds test-slow
 

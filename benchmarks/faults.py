@@ -2,8 +2,7 @@
 
     python benchmarks/faults.py --faults 100                  one process, 0 and 2 data workers
     python benchmarks/faults.py --faults 60 --signals SIGKILL --per_run 4
-    python benchmarks/faults.py --faults 20 --processes 2     two processes, faults on either, both,
-                                                              or on the launcher alone
+    python benchmarks/faults.py --faults 20 --processes 2     two under torchrun, on either or both
 
 Each run is a small ConViT, DeiT or CvT on digits with all random and stateful features on. A fault
 is SIGKILL or SIGTERM, sent a random time after the run enters a random phase: a step, an
@@ -11,7 +10,7 @@ evaluation, or writing a checkpoint. The run is resumed and hit again until it f
 its share of faults. Its weights, optimiser, counts and metrics file are then compared with an
 undisturbed run's.
 
-Processes are forked from this one, which saves their imports.
+Single processes are forked from this one, which saves their imports.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from locality.errors import Interrupted
 from locality.files import write_atomic
 from locality.machine import describe_environment
 from locality.runs import RunFolder
+from locality.settings import from_yaml, to_yaml
 from locality.training import RunConfig, recipe, replace, train
 from locality.training.loop import Loop
 from locality.training.resolved_run import ResolvedRun
@@ -63,7 +63,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def configuration(model: str, workers: int, accumulate: int, processes: int) -> RunConfig:
+def configuration(model: str, workers: int, accumulate: int) -> RunConfig:
     """A short run with all random and stateful features on."""
     return replace(
         recipe("digits"),
@@ -86,9 +86,6 @@ def configuration(model: str, workers: int, accumulate: int, processes: int) -> 
             "engine.accumulate": accumulate,
             "engine.ema_decay": 0.9,
             "engine.precision": "fp32",
-            "engine.tensorboard": False,
-            "engine.devices": processes,
-            "engine.strategy": "auto" if processes == 1 else "ddp_fork",
         },
     )
 
@@ -102,7 +99,7 @@ class Fault:
         phase: sent after the run enters this phase …
         count: … for the count-th time …
         delay: … plus this many seconds.
-        victim: "only" process, "rank 0", "rank 1", "both" or "launcher".
+        victim: "only" process, "rank 0", "rank 1" or "both".
     """
 
     signum: int
@@ -113,7 +110,7 @@ class Fault:
 
     @classmethod
     def drawn(cls, rng: random.Random, processes: int, signals: list[str]) -> Fault:
-        victims = ["only"] if processes == 1 else ["rank 0", "rank 1", "both", "launcher"]
+        victims = ["only"] if processes == 1 else ["rank 0", "rank 1", "both"]
         phase = rng.choice(PHASES)
         return cls(
             signum=SIGNALS[rng.choice(signals)],
@@ -142,7 +139,7 @@ class Tally:
 
 
 def announce_phases(pipe: int) -> None:
-    """Make this process and its children write the phase they enter to a pipe."""
+    """Make this process write the phase it enters to a pipe."""
 
     def announce(number: int, rank: int) -> None:
         os.write(pipe, struct.pack("iii", number, os.getpid(), rank))
@@ -159,13 +156,22 @@ def announce_phases(pipe: int) -> None:
     CheckpointFolder.save = announcing(CheckpointFolder.save, 2)  # type: ignore[method-assign]
 
 
-def start(config: RunConfig, folder: Path) -> tuple[int, int]:
+def train_announcing(folder: Path) -> None:
+    """Train as configured in FOLDER.yaml."""
+    announce_phases(os.open(folder.parent / f"{folder.name}.pipe", os.O_WRONLY))
+    config = folder.parent / f"{folder.name}.yaml"
+    train(from_yaml(RunConfig, config.read_text()), folder, quiet=True)
+
+
+def start(config: RunConfig, folder: Path, processes: int) -> tuple[int, int]:
     """Fork a process that trains in `folder`; return its id and the pipe of its phases."""
-    reading, writing = os.pipe()
+    pipe = folder.parent / f"{folder.name}.pipe"
+    if not pipe.exists():
+        os.mkfifo(pipe)
+        (folder.parent / f"{folder.name}.yaml").write_text(to_yaml(config))
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     child = os.fork()
     if child:
-        os.close(writing)
-        os.set_blocking(reading, False)
         return child, reading
     os.close(reading)
     code = 1
@@ -174,8 +180,11 @@ def start(config: RunConfig, folder: Path) -> tuple[int, int]:
         os.setpgid(0, 0)
         errors = os.open(folder.parent / f"{folder.name}.log", os.O_CREAT | os.O_APPEND | os.O_RDWR)
         os.dup2(errors, 2)
-        announce_phases(writing)
-        train(config, folder, quiet=True)
+        if processes == 2:
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            command += ["--nproc-per-node=2", __file__, "--train", str(folder)]
+            os.execv(sys.executable, command)
+        train_announcing(folder)
         code = 0
     except Interrupted as interrupted:
         code = interrupted.exit_code
@@ -207,15 +216,13 @@ def strike(child: int, pipe: int, fault: Fault | None) -> bool:
         except BlockingIOError:
             time.sleep(0.0005)
             continue
-        if not message:
-            return False
-        if fault is None:
+        if fault is None or not message:  # nobody has opened the pipe yet
             continue
         number, pid, rank = struct.unpack("iii", message)
         ranks[rank] = pid
         if rank == 0 and PHASES[number] == fault.phase:
             seen += 1
-        everyone = fault.victim in ("only", "rank 0", "launcher") or 1 in ranks
+        everyone = fault.victim in ("only", "rank 0") or 1 in ranks
         if seen >= fault.count and everyone:
             time.sleep(fault.delay)
             victims = {
@@ -223,7 +230,6 @@ def strike(child: int, pipe: int, fault: Fault | None) -> bool:
                 "rank 0": [ranks[0]],
                 "rank 1": [ranks.get(1, child)],
                 "both": list(ranks.values()),
-                "launcher": [child],
             }[fault.victim]
             for pid in victims:
                 try:
@@ -247,9 +253,11 @@ def wait_for(child: int) -> int | None:
     return None
 
 
-def run_once(config: RunConfig, folder: Path, fault: Fault | None) -> tuple[int | None, bool]:
+def run_once(
+    config: RunConfig, folder: Path, processes: int, fault: Fault | None
+) -> tuple[int | None, bool]:
     """Train until the end or the fault; return the exit code and whether the fault struck."""
-    child, pipe = start(config, folder)
+    child, pipe = start(config, folder, processes)
     try:
         struck = strike(child, pipe, fault)
         return wait_for(child), struck
@@ -262,6 +270,7 @@ def disturb(
     folder: Path,
     reference: Path,
     faults: int,
+    processes: int,
     rng: random.Random,
     tally: Tally,
     signals: list[str],
@@ -270,8 +279,8 @@ def disturb(
     here = 0
     tally.runs += 1
     while here < faults:
-        fault = Fault.drawn(rng, config.engine.devices, signals)
-        code, struck = run_once(config, folder, fault)
+        fault = Fault.drawn(rng, processes, signals)
+        code, struck = run_once(config, folder, processes, fault)
         if code is None:
             tally.hangs += 1
         if not struck:
@@ -283,15 +292,15 @@ def disturb(
         tally.faults += 1
         name = signal.Signals(fault.signum).name
         tally.by_kind[f"{name} {fault.victim} {fault.phase}"] += 1
-        gentle = fault.signum == signal.SIGTERM and fault.victim != "launcher"
-        if gentle and code not in (143, 0):
+        # torchrun's exit code for any failure is 1.
+        if fault.signum == signal.SIGTERM and code not in (143 if processes == 1 else 1, 0):
             tally.wrong_exits.append(f"{fault}: exit code {code}")
         try:
             load_best_state(folder)
         except (ValueError, DamagedCheckpoint) as error:
             if "no checkpoint yet" not in str(error):
                 tally.different.append(f"{folder.name}: {error}")
-    code, _ = run_once(config, folder, None)
+    code, _ = run_once(config, folder, processes, None)
     if code is None:
         tally.hangs += 1
     difference = f"exit code {code}" if code else compare(folder, reference)
@@ -333,7 +342,7 @@ def survey(
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Import lazy modules once here, not in every process.
     importlib.import_module("torch._dynamo")
-    ResolvedRun(configuration("convit_nano", 0, 1, 1))
+    ResolvedRun(configuration("convit_nano", 0, 1))
     rng = random.Random(seed)
     cases = [
         (model, workers, accumulate)
@@ -345,14 +354,16 @@ def survey(
     number = 0
     while tally.faults < faults:
         model, workers, accumulate = cases[number % len(cases)]
-        config = configuration(model, workers, accumulate, processes)
+        config = configuration(model, workers, accumulate)
         reference = folder / f"reference-{model}-{workers}-{accumulate}"
         if not RunFolder(reference).read_result():
-            code, _ = run_once(config, reference, None)
+            code, _ = run_once(config, reference, processes, None)
             if code:
                 raise RuntimeError(f"the undisturbed run ended with exit code {code}: {reference}")
         here = min(per_run, faults - tally.faults)
-        disturb(config, folder / f"run-{number:03d}", reference, here, rng, tally, signals)
+        disturb(
+            config, folder / f"run-{number:03d}", reference, here, processes, rng, tally, signals
+        )
         number += 1
     return tally
 
@@ -366,7 +377,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="write the outcome as JSON")
     parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
+    parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)  # one of two processes
     given = parser.parse_args(arguments)
+    if given.train:
+        train_announcing(given.train)
+        return 0
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.keep or Path(temporary)

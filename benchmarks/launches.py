@@ -1,4 +1,4 @@
-"""How two-process runs exit when launched by torchrun and by `locality train`, in turn.
+"""How two-process runs exit under torchrun.
 
     python benchmarks/launches.py --runs 50
     python benchmarks/launches.py --runs 50 --busy
@@ -30,10 +30,7 @@ from locality.settings import to_yaml
 from locality.training import recipe, replace
 
 RANK = Path(__file__).parents[1] / "tests/training/rank.py"
-LAUNCHERS = {
-    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
-    "alone": [],
-}
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 SETTINGS = {
     "model.depth": 2,
     "model.gpsa_layers": 1,
@@ -41,7 +38,6 @@ SETTINGS = {
     "data.fraction": 0.1,
     "engine.batch_size": 16,
     "engine.precision": "fp32",
-    "engine.tensorboard": False,
     "schedule.steps": 8,
     "schedule.warmup": 2,
     "schedule.eval_every": 8,
@@ -91,7 +87,7 @@ def busy(processes: int) -> Iterator[None]:
             loop.wait()
 
 
-def launched(launcher: str, folder: Path, library: Path | None, delay: int) -> str:
+def launched(folder: Path, library: Path | None, delay: int) -> str:
     """Train once in two processes; return the failure, or ""."""
     (folder / "config.yaml").write_text(to_yaml(replace(recipe("digits"), SETTINGS)))
     reports, run = folder / "reports", folder / "run"
@@ -101,17 +97,14 @@ def launched(launcher: str, folder: Path, library: Path | None, delay: int) -> s
         environment |= {"LD_PRELOAD": str(library), "DELAY_AFTER": str(run / "result.json")}
         environment |= {"DELAY_MS": str(delay)}
     words = ["train", "digits", "--config", str(folder / "config.yaml"), "--output", str(run)]
-    command = [sys.executable, *LAUNCHERS[launcher], str(RANK), str(reports), "end", *words]
-    if launcher == "alone":
-        command += ["--engine.devices", "2"]
+    command = [sys.executable, *TORCHRUN, str(RANK), str(reports), "end", *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     found = [json.loads(report.read_text()) for report in sorted(reports.iterdir())]
-    codes = [done.returncode, *(code for report in found for code in report["started"])]
     left = [report[what] for report in found for what in ("threads", "children", "shared memory")]
-    if not any(codes) and len(found) == 2 and not any(left) and "finished in" in done.stderr:
+    if not done.returncode and len(found) == 2 and not any(left) and "finished in" in done.stderr:
         return ""
     aborted = "terminate called" in done.stderr
-    return f"{launcher}: exit codes {codes}, aborted: {aborted}, left behind: {left}"
+    return f"exit code {done.returncode}, aborted: {aborted}, left behind: {left}"
 
 
 def survey(runs: int, delay: int, cores: int) -> dict[str, Any]:
@@ -124,8 +117,7 @@ def survey(runs: int, delay: int, cores: int) -> dict[str, Any]:
         for number in range(runs):
             folder = Path(temporary) / str(number)
             folder.mkdir()
-            launcher = list(LAUNCHERS)[number % len(LAUNCHERS)]
-            if wrong := launched(launcher, folder, library, delay):
+            if wrong := launched(folder, library, delay):
                 failures.append(wrong)
             load.append(os.getloadavg()[0])
             print(f"{number + 1} of {runs}, {len(failures)} failures", file=sys.stderr, flush=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-from locality.analysis.live import live_page
+from locality.analysis.explorer import live_page
 from locality.analysis.pictures import validation_images
 from locality.checkpoints import open_model
 from locality.data import open_data

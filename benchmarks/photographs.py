@@ -50,7 +50,6 @@ def run(model: str, steps: int, threads: int) -> dict[str, Any]:
             "data.workers": threads - 1,
             "engine.batch_size": 256,
             "engine.precision": "fp32",
-            "engine.tensorboard": False,
             "engine.threads": 1,
         }
         | OWN.get(("photographs", model), {}),

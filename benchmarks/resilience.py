@@ -13,6 +13,7 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,9 @@ from locality.files import write_atomic
 from locality.machine import describe_environment
 from locality.runs import RunFolder
 from locality.training import recipe, replace
-from locality.training.devices import create_fabric
+from locality.training.devices import SignalHandler, create_fabric
 from locality.training.loop import Loop
 from locality.training.model import build_model
-from locality.training.processes import SignalHandler
 from locality.training.recorder import Recorder
 from locality.training.resolved_run import ResolvedRun
 from locality.training.state import Components, TrainState
@@ -37,7 +37,6 @@ from locality.training.state import Components, TrainState
 def make_loop(fabric: Fabric, model: str, folder: Path, steps: int) -> Loop:
     """A run of the digits recipe without evaluations or checkpoints."""
     changes: dict[str, Any] = {"schedule.steps": steps, "schedule.eval_every": steps}
-    changes["engine.tensorboard"] = False
     config = replace(recipe("digits", {"model.name": model}), changes)
     resolved = ResolvedRun(config)
     run = RunFolder(folder)
@@ -45,7 +44,7 @@ def make_loop(fabric: Fabric, model: str, folder: Path, steps: int) -> Loop:
     parts = Components(fabric, resolved, build_model(config, len(resolved.splits.classes)))
     state = TrainState()
     recorder = Recorder(run, resolved, state, quiet=True)
-    return Loop(fabric, resolved, parts, recorder, SignalHandler(), state)
+    return Loop(fabric, resolved, parts, recorder, SignalHandler(), state, time.perf_counter())
 
 
 def measure(fabric: Fabric, model: str, pairs: int, folder: Path) -> dict[str, Any]:

@@ -113,7 +113,6 @@ def main() -> None:
                 | {
                     "model.name": model,
                     "seed": seed,
-                    "engine.tensorboard": False,
                     "engine.precision": "fp32",
                 }
                 | OWN.get((options.images, model), {})

@@ -22,7 +22,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from PIL import Image
 
-from locality.analysis.live import live_page
+from locality.analysis.explorer import live_page
 from locality.checkpoints import open_model
 
 ROOT = Path(__file__).parents[1]

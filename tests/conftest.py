@@ -19,8 +19,7 @@ from torch import nn
 
 from locality.cli import main
 from locality.data import datasets
-from locality.runner.executors import execute
-from locality.runner.runs import Outcome, Run, content_folder
+from locality.runner.runs import Outcome, Run, content_folder, execute
 from locality.training import RunConfig, recipe, replace
 
 # Deterministic examples, so a failure belongs to the change under test.
@@ -34,7 +33,6 @@ TINY = {
     "schedule.eval_every": 3.0,
     "schedule.save_every": 1.0,
     "engine.batch_size": 8,
-    "engine.tensorboard": False,
     "engine.precision": "fp32",
 }
 
@@ -43,7 +41,6 @@ SHORT_WORDS = (
     "--schedule.warmup=1",
     "--schedule.eval_every=1",
     "--engine.batch_size=8",
-    "--engine.tensorboard=false",
     "--quiet",
 )
 

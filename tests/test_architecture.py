@@ -32,7 +32,7 @@ ORDER = [
     "models",
     "layers",
 ]
-LEAVES = {"errors", "files", "templates", "checks", "settings", "lazy", "machine", "progress"}
+LEAVES = {"errors", "files", "templates", "checks", "settings", "machine", "progress"}
 FILES = {
     ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"): path
     for top in ("locality", "locality_papers")
@@ -55,7 +55,7 @@ def imports(node, inside=False):
             assert not child.level, "relative imports hide what they point to"
             for alias in child.names:
                 name = f"{child.module}.{alias.name}"
-                if name != "locality.__version__":
+                if name not in ("locality.__version__", "locality.lazily"):
                     yield (name if name in FILES else child.module), inside
         else:
             yield from imports(child, inside or isinstance(child, ast.FunctionDef | ast.Lambda))

@@ -14,7 +14,7 @@ import locality
 from locality.data import DataConfig, open_data
 from locality.errors import UserError
 
-SHORT = {"schedule.steps": 3, "engine.batch_size": 16, "engine.tensorboard": False}
+SHORT = {"schedule.steps": 3, "engine.batch_size": 16}
 BY_KEYWORD = {name.replace(".", "__"): value for name, value in SHORT.items()}
 
 

@@ -21,7 +21,7 @@ import locality
 from locality.checkpoints import Preprocessing, create_model, open_model
 from locality.errors import UserError
 from locality.models import build
-from locality.runner.executors import execute
+from locality.runner.runs import execute
 from locality.transformers import LocalityConfig, LocalityForImageClassification, from_locality
 
 CLASSES = ["cat", "dog", "owl"]

@@ -104,7 +104,7 @@ def _run(given: list[str]) -> int | None:
         print(_PRINTED[first])
         return 0
     if not given:
-        print("\n".join(COMMANDS) if "LOCALITY_COMPLETE" in os.environ else usage())
+        print(usage())
         return 2
     if first not in COMMANDS:
         raise unknown("command", first, COMMANDS)
@@ -141,24 +141,14 @@ def usage() -> str:
             *lines,
             "",
             "`locality COMMAND --help` lists a command's options.",
-            'Completion in bash and zsh: eval "$(locality --completion)"',
             "Set LOCALITY_TRACEBACK=1 to see the traceback of an error.",
         ]
     )
 
 
-_COMPLETION = """\
-[ -n "$ZSH_VERSION" ] && autoload -U +X bashcompinit && bashcompinit
-_locality() {
-    local words=("${COMP_WORDS[@]:1:COMP_CWORD-1}")
-    COMPREPLY=($(compgen -W "$(LOCALITY_COMPLETE=1 locality "${words[@]}" 2>/dev/null)" -- "$2"))
-}
-complete -o default -F _locality locality"""
-
 _PRINTED = {
     **dict.fromkeys(("-h", "--help", "help"), usage()),
     **dict.fromkeys(("-V", "--version"), f"locality {__version__}"),
-    "--completion": _COMPLETION,
 }
 
 

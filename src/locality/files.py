@@ -15,7 +15,7 @@ import shutil
 import stat
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -311,48 +311,3 @@ def check_parent(path: Path | str | None) -> None:
         raise UserError(
             f"folder {Path(path).parent} does not exist; create it to write {Path(path).name}"
         )
-
-
-class CsvTable:
-    """A CSV file to which rows are appended, and which can be cut back to a step.
-
-    Args:
-        path: the file; may exist.
-        columns: names of the columns, the first "step"; numbers, which may be missing.
-        texts: the columns that hold text instead.
-
-    Attributes:
-        text: the whole content, once `cut` was called.
-    """
-
-    def __init__(self, path: Path, columns: Sequence[str], texts: Sequence[str] = ()) -> None:
-        self.path = path
-        self.columns = columns
-        self._cells = dict.fromkeys(columns, number) | dict.fromkeys(texts, str) | {"step": int}
-        self.text = ""
-
-    def rows(self, step: int) -> list[dict[str, str]]:
-        """The rows up to `step`, without an unfinished last line."""
-        if not self.path.exists():
-            return []
-        return [row for row in read_rows(self.path, self._cells) if int(row["step"]) <= step]
-
-    def as_text(self, rows: Iterable[Mapping[str, Any]]) -> str:
-        """Rows as CSV text, without the header."""
-        return csv_text([row.get(column) for column in self.columns] for row in rows)
-
-    def cut(self, step: int) -> list[dict[str, str]]:
-        """Remove the rows after `step`; return the others."""
-        rows = self.rows(step)
-        self.text = csv_text([self.columns]) + self.as_text(rows)
-        write_atomic(self.path, self.text)
-        return rows
-
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Append a row and sync it to disk."""
-        line = self.as_text([row])
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
-        self.text += line

@@ -7,7 +7,6 @@ metrics.csv       one row per evaluation; reproducible
 timing.csv        seconds and images/s; not reproducible
 checkpoints/      last.ckpt and previous.ckpt; best.ckpt, if the run keeps its best weights
 snapshots/        weights during training, if enabled
-tensorboard/      logs
 images.gz         name, size, and digest or modification time of every image file
 skipped.csv       images that could not be read, if any
 predictions.csv   validation predictions
@@ -106,7 +105,6 @@ class RunFolder:
         self.skipped_file = self.path / "skipped.csv"
         self.predictions_file = self.path / "predictions.csv"
         self.counts_file = self.path / "class_counts.json"
-        self.tensorboard = self.path / "tensorboard"
         self.snapshots = self.path / "snapshots"
         self.checkpoints = self.path / "checkpoints"
         self.lock = FolderLock(self.path / "lock")

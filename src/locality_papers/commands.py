@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from locality import checks
-from locality.commands.parsing import Parser, first_word
+from locality.commands import Parser, first_word
 from locality.commands.train import add_run_settings
 from locality.errors import UserError, lookup, unknown
 from locality.files import read_yaml

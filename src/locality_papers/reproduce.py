@@ -13,8 +13,7 @@ from locality.errors import UserError, unknown
 from locality.figures.curves import draw, filled
 from locality.figures.style import figure_bytes
 from locality.files import check_output, write_atomic
-from locality.runner.executors import run_all
-from locality.runner.runs import Outcome, Run, with_needs, workload
+from locality.runner.runs import Outcome, Run, run_all, with_needs, workload
 from locality_papers import (  # noqa: F401 (they register)
     baselines,
     convit_attention,

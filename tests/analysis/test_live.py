@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from locality.analysis.live import live_page
+from locality.analysis.explorer import live_page
 from locality.analysis.measures import measure_model, nonlocality
 from locality.analysis.pictures import validation_images
 from locality.analysis.taps import capture, content_off, position_off

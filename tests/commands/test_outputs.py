@@ -14,7 +14,7 @@ from locality.cli import main
 
 from ..conftest import SHORT_WORDS
 
-TRAINED = ["train", "digits", "--record", "--schedule.snapshot_every=1", "--output", "run"]
+TRAINED = ["train", "digits", "--schedule.snapshot_every=1", "--output", "run"]
 # Command line, and the file it writes.
 COMMANDS = {
     "report run --output {}": "out.html",

@@ -11,14 +11,14 @@ import pytest
 
 from locality.checkpoints.run_state import LAST, PREVIOUS
 from locality.cli import main
-from locality.runner.executors import execute
+from locality.runner.runs import execute
 from locality.runs import FolderLock
 from locality.training import folder_checks
 from locality.training.loop import Loop
 
 from ..conftest import write_classes, write_image
 
-WORDS = ("--threads=1", "--batch=4", "--engine.precision=fp32", "--engine.tensorboard=false")
+WORDS = ("--threads=1", "--batch=4", "--engine.precision=fp32")
 SMALL = (*WORDS, "--model=convit_nano", "--model.img_size=8", "--model.patch_size=4", "--quiet")
 COUNTS = {"train/cat": 6, "train/dog": 6, "val/cat": 4, "val/dog": 4}
 TRAIN = ("train", "photos", "--steps=4", *SMALL, "--output=run")

@@ -30,9 +30,9 @@ from ..conftest import SHORT_WORDS
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A four-step run with measures."""
+    """A two-step run."""
     folder = tmp_path_factory.mktemp("runs") / "convit"
-    assert main(["train", "digits", "--output", str(folder), "--record", *SHORT_WORDS]) == 0
+    assert main(["train", "digits", "--output", str(folder), *SHORT_WORDS]) == 0
     return folder
 
 
@@ -301,7 +301,8 @@ def test_a_run_goes_on_with_its_own_settings(tmp_path, cli):
     cli("train", "digits", "--output", folder, *SHORT_WORDS, "--seed=3")
     cli("train", "--resume", folder, "--data.workers=1")
     refused = cli("train", "--resume", folder, "--schedule.steps=6", "--quiet", code=2).err
-    cli("train", *shlex.split(refused.split("locality train ")[1]))
+    words = shlex.split(refused.split("locality train ")[1].replace("ANOTHER", f"{folder}-longer"))
+    cli("train", *words, "--schedule.steps=6")
     longer = read_config(f"{folder}-longer")
     assert (longer.seed, longer.schedule.steps, longer.weights) == (3, 6, str(folder))
 

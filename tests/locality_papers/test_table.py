@@ -13,7 +13,7 @@ import pytest
 from scipy import stats
 
 from locality.errors import UserError
-from locality.runner.executors import execute
+from locality.runner.runs import execute
 from locality_papers.experiment import Experiment, Results, largest, minus, relative_gain
 from locality_papers.measures import BEST_TOP1, TOP1
 from locality_papers.runs import get_scale

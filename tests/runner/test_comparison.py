@@ -12,7 +12,7 @@ import pytest
 from locality.analysis.runs import read_runs
 from locality.errors import UserError
 from locality.runner.comparison import comparison_runs, shortened
-from locality.runner.executors import run_all
+from locality.runner.runs import run_all
 from locality.runs import RunFolder
 from locality.settings import differences
 from locality.training import train

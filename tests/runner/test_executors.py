@@ -13,14 +13,16 @@ import torch
 
 from locality import settings
 from locality.errors import UserError
-from locality.runner.executors import (
+from locality.runner.runs import (
     LocalExecutor,
-    execute,
+    Outcome,
+    Run,
     log_file,
     run_all,
+    run_cost,
     visible_gpus,
+    workload,
 )
-from locality.runner.runs import Outcome, Run, run_cost, workload
 from locality.training import load_run
 
 
@@ -136,7 +138,7 @@ def test_a_window_of_jobs_goes_on_and_closing_stops_them(tmp_path, tiny_run, mon
         def stop(self):
             self.stopped.append(self.name)
 
-    monkeypatch.setattr("locality.runner.executors._Worker", Worker)
+    monkeypatch.setattr("locality.runner.runs._Worker", Worker)
     outcomes = LocalExecutor(2).map([tiny_run(tmp_path, seed=seed) for seed in range(4)])
     assert next(outcomes).error == "convit_nano 0 broke"
     outcomes.close()
@@ -188,7 +190,7 @@ def test_workers_give_the_same_numbers_bit_for_bit_and_one_that_dies_is_replaced
 KILLED = """
 import sys
 from pathlib import Path
-from locality.runner.executors import run_all
+from locality.runner.runs import run_all
 from locality.runner.runs import Run
 from locality import settings
 from locality.training import RunConfig
@@ -257,13 +259,3 @@ def test_runs_side_by_side_share_out_the_gpus(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert visible_gpus() == ["0", "1"]
-
-
-def test_a_run_among_others_takes_one_device_unless_it_says_more(
-    tmp_path, tiny_config, monkeypatch
-):
-    seen = []
-    monkeypatch.setattr("locality.training.train", lambda config, *_, **__: seen.append(config))
-    for devices in (0, 2):
-        execute(Run("", tiny_config(engine__devices=devices), tmp_path / "run"))
-    assert [config.engine.devices for config in seen] == [1, 2]

@@ -15,7 +15,7 @@ from locality.training import RunConfig, recipe, replace, train
 
 def test_folders_are_shared_by_runs_that_do_the_same_and_by_no_others(tmp_path, tiny_config):
     config = tiny_config()
-    same = replace(config, {"recipe": "other name", "data.workers": 2, "engine.tensorboard": True})
+    same = replace(config, {"recipe": "other name", "data.workers": 2, "engine.threads": 3})
     assert content_folder(tmp_path, config) == content_folder(tmp_path, same)
     for change in (
         {"seed": 1},
@@ -71,7 +71,7 @@ b81ba2d158d9 digits {model.name: cvt_nano, model.mlp_ratio: [2.0, 4.0, 4.0]}
 05c162ae9d1d digits {model.name: timm/resnet18, model.drop_rate: 0.1}
 9d2f024dad88 digits {weights: runs/digits/a, optim.layer_decay: 0.75}
 ae419350a8b4 digits {objective.teacher: runs/digits/a, objective.distillation: soft}
-2cbe156919e4 digits {engine.devices: 2, engine.accumulate: 2, data.workers: 4, recipe: other}
+2cbe156919e4 digits {engine.threads: 2, engine.accumulate: 2, data.workers: 4, recipe: other}
 cca11cc7e8ac digits {schedule.eval_every: 75, schedule.snapshot_every: 100, engine.compile: true}
 c6b02bf919f6 digits {data.fold: [0, 5], data.split_seed: 3}
 fd4dcbe0a7bc fashion_mnist {model.patch_size: 2, optim.betas: [0.9, 0.95], optim.eps: 1.0e-7}
@@ -123,7 +123,7 @@ def test_a_run_is_finished_by_the_result_of_its_own_configuration_alone(tmp_path
     assert not run.is_finished()
     train(run.config, run.folder, quiet=True)
     assert run.is_finished()
-    relabelled = replace(run.config, {"recipe": "x", "engine.tensorboard": True})
+    relabelled = replace(run.config, {"recipe": "x", "engine.threads": 3})
     assert Run("", relabelled, run.folder).is_finished()
     assert not Run("", replace(run.config, {"optim.lr": 1e-3}), run.folder).is_finished()
 

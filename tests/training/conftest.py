@@ -23,7 +23,6 @@ TINY_MODEL = {
     "model.gpsa_layers": 1,
     "model.embed_dim": 16,
     "model.drop_path_rate": 0.2,
-    "engine.tensorboard": False,
     "engine.precision": "fp32",
 }
 SHORT = {

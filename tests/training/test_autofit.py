@@ -102,7 +102,7 @@ def test_fine_tuning_takes_architecture_and_preparation_from_the_weights(tmp_pat
 def test_one_word_trains_and_the_same_word_goes_on(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     photographs(Path("photos"), 32)
-    words = ["train", "photos/", "--minutes", "0.1", "--engine.tensorboard", "false"]
+    words = ["train", "photos/", "--minutes", "0.1"]
     assert main([*words, "--dry_run"]) == 0
     assert not Path("runs").exists()
     assert main(words) == 0
@@ -126,7 +126,7 @@ def test_one_word_fine_tunes(tmp_path, monkeypatch):
     photographs(Path("photos"), 16, classes=3)
     train(tiny(), tmp_path / "donor")
     words = ["finetune", "photos/", "--from", "donor", "--minutes", "0.02", "--quiet"]
-    assert main([*words, "--engine.tensorboard", "false", "--output", "tuned"]) == 0
+    assert main([*words, "--output", "tuned"]) == 0
     assert len(RunFolder("tuned").classes()) == 3
     assert (RunFolder("tuned").read_result() or {})["recipe"] == "finetune"
 

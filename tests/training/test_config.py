@@ -27,7 +27,6 @@ BAD = {
     "schedule.constant_images": [True],  # with steps
     "entry": ["ema"],  # without weights
     "engine.accumulate": [0, 3],  # 3 does not divide 64
-    "engine.devices": [7],
     "engine.precision": ["bf16"],
     "engine.compile": ["yes", 1],
 }

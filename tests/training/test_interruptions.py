@@ -15,15 +15,14 @@ from typing import Any
 import faults
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from locality.checkpoints.run_state import load_best_state
 from locality.errors import ProcessKilled
-from locality.training import NonFiniteLoss, replace
+from locality.training import NonFiniteLoss
+from locality.training.devices import SIGNALS, SignalHandler
 from locality.training.loop import Loop
 from locality.training.objective import Objective
-from locality.training.processes import SIGNALS, SignalHandler
 
 from .conftest import FROM_OUTSIDE, assert_same, assert_same_run, tiny, train
 
@@ -106,7 +105,7 @@ def test_a_bad_loss_stops_the_run_before_the_update(step, value, tmp_path, bad_l
     bad_loss({step}, value)
     with pytest.raises(NonFiniteLoss) as caught:
         train(tiny(), tmp_path / "run")
-    assert f"step {step + 1} " in str(caught.value)
+    assert f"step {step + 1};" in str(caught.value)
     checkpoint = step // 3 * 3
     if checkpoint:
         bad_loss(set())
@@ -118,54 +117,17 @@ def test_a_bad_loss_stops_the_run_before_the_update(step, value, tmp_path, bad_l
 
 def test_a_bad_pass_among_accumulated_ones_is_noticed(tmp_path, bad_loss):
     bad_loss({9})
-    with pytest.raises(NonFiniteLoss, match="in step 3 "):
+    with pytest.raises(NonFiniteLoss, match="in step 3;"):
         train(tiny(engine__accumulate=4), tmp_path / "run")
 
 
-def test_bad_losses_can_be_skipped_up_to_a_number(tmp_path, bad_loss):
-    bad_loss({1, 4})
-    result = train(tiny(engine__max_bad_losses=2), tmp_path / "run")
-    assert result["steps"] == 8
-    assert load_best_state(tmp_path / "run")["progress"]["bad_losses"] == 2
-    bad_loss({1, 4, 6})
-    with pytest.raises(NonFiniteLoss, match="2 skipped"):
-        train(tiny(engine__max_bad_losses=2), tmp_path / "other")
-
-
 def test_a_loss_of_validation_that_is_not_finite_is_no_result(tmp_path):
-    config = tiny(engine__max_bad_losses=100, optim__lr=1e30)
+    config = tiny(optim__lr=1e30, schedule__warmup=0, schedule__eval_every=1)
     with pytest.raises(NonFiniteLoss, match="validation"):
         train(config, tmp_path / "run")
     assert not (tmp_path / "run" / "result.json").exists()
     with pytest.raises(NonFiniteLoss, match="validation images"):
         train(config, tmp_path / "run")
-
-
-def test_a_skipped_update_changes_nothing_but_the_count(tmp_path, bad_loss):
-    # The first update is skipped, so the second still sees the initial weights.
-    bad_loss(set(range(8)))
-    train(tiny(engine__max_bad_losses=8, schedule__snapshot_every=4), tmp_path / "run")
-    snapshots = sorted((tmp_path / "run" / "snapshots").iterdir())
-    first, last = load_file(snapshots[0]), load_file(snapshots[-1])
-    assert all(torch.equal(first[name], last[name]) for name in first)
-
-
-def test_a_skipped_update_leaves_running_statistics_alone(tmp_path, monkeypatch):
-    mix = Objective.mix
-    calls = iter(range(10**6))
-
-    def broken(self: Objective, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        images, targets = mix(self, images, labels)
-        return (images * float("inf") if next(calls) == 2 else images), targets
-
-    monkeypatch.setattr(Objective, "mix", broken)
-    model = {"name": "cvt_13", "img_size": 8, "embed_dim": [8], "num_heads": 1, "depth": 1}
-    model |= {"embed_kernel": 3, "embed_stride": 2, "embed_padding": 1}
-    config = replace(tiny(engine__max_bad_losses=1), {f"model.{n}": x for n, x in model.items()})
-    train(config, tmp_path / "run")
-    state = load_best_state(tmp_path / "run")
-    assert state["progress"]["bad_losses"] == 1
-    assert all(value.isfinite().all() for value in state["model"].values())
 
 
 def kill_a_worker() -> None:

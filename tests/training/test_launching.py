@@ -1,10 +1,11 @@
-"""Launchers: torchrun, srun, or one command that starts the processes."""
+"""Several processes, started by torchrun or srun: the same samples, sums and faults as one."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,11 +17,17 @@ from typing import Any
 import psutil
 import pytest
 
+from locality.checkpoints.run_state import load_best_state
+from locality.errors import UserError
+from locality.runs import RunFolder
 from locality.settings import to_yaml
+from locality.training import devices
+from locality.training.resolved_run import ResolvedRun
 
-from .conftest import assert_same_run, tiny
+from .conftest import assert_same_run, tiny, train
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+MIXED = {"augment__mixup": 0.8, "engine__ema_decay": 0.9}
 RANK = str(Path(__file__).with_name("rank.py"))
 
 
@@ -56,11 +63,11 @@ def finished(*tasks: subprocess.Popen[str]) -> tuple[list[int], str]:
 
 
 def launch(launcher: str, how: str, words: list[str], folder: Path) -> tuple[list[int], str]:
-    """Train in `folder`; return the visible exit codes and errors.
+    """Train in `folder`; return exit codes and errors.
 
     Checks that every process leaves nothing behind.
     """
-    reports = folder.with_name(f"{folder.name}-reports")
+    reports = folder.with_name(f"{folder.name}-{how}-reports")
     reports.mkdir()
     words = [*words, "--output", str(folder)]
     own = [RANK, str(reports), how, *words]
@@ -80,12 +87,11 @@ def launch(launcher: str, how: str, words: list[str], folder: Path) -> tuple[lis
     elif launcher == "torchrun":
         tasks = [started(own, TORCHRUN)]
     else:
-        tasks = [started([*own, "--engine.devices", "1" if launcher == "one" else "2"])]
+        tasks = [started(own)]
     codes, errors = finished(*tasks)
     left = [json.loads(report.read_text()) for report in reports.iterdir()]
-    assert len(left) == 1 if launcher == "one" else 2
+    assert how == "SIGKILL" or len(left) == (1 if launcher == "one" else 2)
     for report in left:
-        codes += report["started"]
         assert (report["threads"], report["children"], report["shared memory"]) == ([], [], [])
     return codes, errors
 
@@ -95,50 +101,93 @@ def configuration(folder: Path, **changes: Any) -> list[str]:
     return ["train", "digits", "--config", str(folder / "config.yaml")]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two processes under torchrun that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("whole")
+    codes, errors = launch("torchrun", "end", configuration(folder, **MIXED), folder / "run")
+    assert codes == [0], errors
+    assert "engine  2 × cpu, fp32, 1 × 8 images each" in errors
+    assert errors.count("finished in") == 1
+    return folder / "run"
+
+
 @pytest.mark.slow
-def test_torchrun_and_the_command_alone_train_the_same_in_two_processes(tmp_path):
-    words = configuration(tmp_path, augment__mixup=0.8)
-    for launcher, processes in (("torchrun", 1), ("alone", 2)):
-        folder = tmp_path / launcher
-        codes, errors = launch(launcher, "end", words, folder)
-        assert codes == [0] * processes, errors
-        assert "engine  2 × cpu, fp32, 1 × 8 images each" in errors
-        assert errors.count("finished in") == 1
-    assert_same_run(tmp_path / "torchrun", tmp_path / "alone")
+def test_two_processes_train_as_one_with_twice_the_batch(tmp_path):
+    same = {"schedule__steps": 20, "schedule__eval_every": 10, "overrides": {"drop_path_rate": 0}}
+    # Each process mixes its own images.
+    same |= {"augment__crop": "none", "augment__mixup": 0, "augment__cutmix": 0}
+    # AdaMuon amplifies rounding about forty times as much as AdamW.
+    same |= {"optim__name": "adamw", "optim__lr": 1e-3}
+    expected = train(tiny(**same), tmp_path / "one")
+    train(tiny(**same, engine__accumulate=4), tmp_path / "accumulated")
+    for name, more in (("two", {}), ("recomputed", {"engine__grad_checkpointing": True})):
+        words = configuration(tmp_path, **same, **more)
+        assert launch("torchrun", "end", words, tmp_path / name)[0] == [0]
+    found = RunFolder(tmp_path / "two").read_result() or {}
+    assert found["val_images"] == expected["val_images"]
+    one = load_best_state(tmp_path / "one")["model"]
+    for name in ("two", "accumulated", "recomputed"):
+        other = load_best_state(tmp_path / name)["model"]
+        worst = max(float((one[key] - other[key]).abs().max()) for key in one)
+        assert worst <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
+def test_what_strikes_one_process_stops_all_and_the_run_goes_on(how, whole, tmp_path):
+    words = configuration(tmp_path, **MIXED)
+    codes, errors = launch("torchrun", how, words, tmp_path / "run")
+    assert codes == [1], errors  # torchrun's exit code for any failure
+    step = load_best_state(tmp_path / "run")["step"]
+    assert step == (5 if how == "SIGTERM" else 3)
+    shutil.copytree(tmp_path / "run", tmp_path / "alone")
+    assert launch("torchrun", "end", words, tmp_path / "run")[0] == [0]
+    assert_same_run(tmp_path / "run", whole)
+    assert train(tiny(**MIXED), tmp_path / "alone")["steps"] == 8  # in one process
+
+
+@pytest.mark.slow
+def test_a_bad_loss_on_one_process_stops_all(tmp_path):
+    codes, errors = launch("torchrun", "nan", configuration(tmp_path), tmp_path / "run")
+    assert codes == [1] and errors.count("the loss became nan in step 5;") == 1, errors
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("launcher", "how", "codes"),
-    [
-        ("one", "SIGINT", [130]),
-        # Fabric ends the others if one that it started fails, so these end with 0 after a signal.
-        ("alone", "SIGTERM", [143, 0]),
-        ("alone", "SIGKILL", [137, -signal.SIGKILL]),
-        ("torchrun", "SIGTERM", [1]),  # its exit code for any failure
-        ("srun", "end", [0, 0]),
-    ],
+    ("launcher", "how", "codes"), [("one", "SIGINT", [130]), ("srun", "end", [0, 0])]
 )
 def test_nothing_is_left_behind(launcher, how, codes, tmp_path):
     words = configuration(tmp_path, data__workers=1)
     seen, errors = launch(launcher, how, words, tmp_path / "run")
-    if how == "SIGKILL" and "terminated with code -9" in errors:
-        return  # Fabric's observer was faster than the lost connection
     assert seen == codes, errors
     assert (tmp_path / "run/checkpoints/last.ckpt").exists()
-    if how == "SIGKILL":
-        assert "killed from outside" in errors and "Traceback" not in errors
+
+
+def test_torchrun_and_slurm_decide_how_many_processes_there_are(monkeypatch):
+    assert devices.process_layout() == (1, 1)
+    with monkeypatch.context() as patch:
+        patch.setenv("TORCHELASTIC_RUN_ID", "1")
+        patch.setenv("WORLD_SIZE", "12")
+        patch.setenv("LOCAL_WORLD_SIZE", "6")
+        assert devices.process_layout() == (6, 2)
+        with pytest.raises(UserError, match="evenly between 12"):
+            ResolvedRun(tiny())
+    with monkeypatch.context() as patch:
+        patch.setenv("SLURM_NTASKS", "16")
+        patch.setenv("SLURM_NNODES", "2")
+        patch.setenv("SLURM_JOB_NAME", "train")
+        assert devices.process_layout() == (8, 2)
 
 
 @pytest.mark.slow
-def test_two_machines_lose_one_and_go_on(tmp_path):
-    words = configuration(tmp_path, augment__mixup=0.8)
-    assert launch("torchrun", "end", words, tmp_path / "whole")[0] == [0]
+def test_two_machines_lose_one_and_go_on(whole, tmp_path):
+    words = configuration(tmp_path, **MIXED)
     codes, errors = two_machines("machine", words, tmp_path / "run")
     assert -signal.SIGKILL in codes and 0 not in codes, errors
     codes, errors = two_machines("end", words, tmp_path / "run")
     assert codes == [0, 0] and "resumed after step 3" in errors, errors
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    assert_same_run(tmp_path / "run", whole)
 
 
 def two_machines(how: str, words: list[str], folder: Path) -> tuple[list[int], str]:

@@ -124,7 +124,6 @@ def stand_in(config: RunConfig, images: Path) -> RunConfig:
         "model.img_size": SIZE,
         "weights": None,
         "engine.batch_size": 8,
-        "engine.tensorboard": False,
         "engine.precision": "fp32",
         "schedule.eval_every": 1,
         # Scaled to a batch of eight, peak rates are below the recipes' minimum rates.

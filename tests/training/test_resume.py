@@ -11,7 +11,6 @@ import faults
 import pytest
 import torch
 
-from locality import training
 from locality.checkpoints.run_state import load_best_state
 from locality.errors import Interrupted, UserError
 from locality.runs import RunFolder
@@ -136,21 +135,17 @@ def test_an_evaluation_that_was_interrupted_is_made_up_for(tmp_path, whole, monk
 
 
 @pytest.mark.parametrize(
-    ("change", "notes"),
+    "change",
     [
-        (None, 1),
-        (lambda text: text.replace(",48,", ",49,"), 1),
-        (lambda text: text.splitlines(True)[0], 1),
-        (lambda text: "no table\n1\n", 1),
+        None,
+        lambda text: text.replace(",48,", ",49,"),
+        lambda text: "no table\n1\n",
         # A repeated step and half a row, as left by a killed run.
-        (lambda text: text + text.splitlines(True)[1].replace("3,", "6,", 1) + "7,0.", 0),
-        (lambda text: text + "6,x,y\n", 0),
+        lambda text: text + text.splitlines(True)[1].replace("3,", "6,", 1) + "7,0.",
     ],
-    ids=["deleted", "changed", "emptied", "replaced", "grown", "damaged"],
+    ids=["deleted", "changed", "replaced", "grown"],
 )
-def test_the_rows_of_metrics_are_those_of_the_checkpoint(
-    change, notes, tmp_path, whole, interrupt, capsys
-):
+def test_the_rows_of_metrics_are_those_of_the_checkpoint(change, tmp_path, whole, interrupt):
     interrupt(tiny(), tmp_path / "run", 4)
     metrics = tmp_path / "run" / "metrics.csv"
     before = metrics.read_text()
@@ -158,8 +153,7 @@ def test_the_rows_of_metrics_are_those_of_the_checkpoint(
     if change is not None:
         metrics.write_text(change(before))
         assert metrics.read_text() != before
-    training.train(tiny(), tmp_path / "run")
-    assert capsys.readouterr().err.count("metrics.csv") == notes
+    train(tiny(), tmp_path / "run")
     assert_same_run(tmp_path / "run", whole)
 
 

@@ -169,7 +169,9 @@ def test_time_of_a_resumed_run_is_that_of_all_its_steps(tmp_path):
         "step,seconds,images_per_second,eval_seconds,peak_memory_mb\n10,5.0,20,1,100\n"
     )
     resolved = ResolvedRun(tiny(schedule__steps=20))
-    recorder = Recorder(RunFolder(tmp_path), resolved, TrainState(step=18, evaluated=10), True)
+    recorder = Recorder(
+        RunFolder(tmp_path), resolved, TrainState(step=18, evaluated=10), quiet=True
+    )
     assert recorder.seconds == pytest.approx(9.0)
     for step in (19, 20):
         recorder.log_step(TrainState(step=step), 0.5)

@@ -18,14 +18,14 @@ NAME = "timm/test_resnet"
 
 
 def resnet(name: str = NAME, **changes: object) -> RunConfig:
-    settings = {"model.name": name, "model.img_size": 16, "engine.tensorboard": False}
+    settings = {"model.name": name, "model.img_size": 16}
     return replace(recipe("digits"), SHORT | settings | changes)
 
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_bits(tmp_path, interrupt):
     # Running statistics and their average are part of the state.
-    config = resnet(**{"engine.ema_decay": 0.9, "engine.max_bad_losses": 1, "augment.mixup": 0.8})
+    config = resnet(**{"engine.ema_decay": 0.9, "augment.mixup": 0.8})
     train(config, tmp_path / "whole")
     interrupt(config, tmp_path / "run", 4)
     train(config, tmp_path / "run")

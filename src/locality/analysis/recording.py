@@ -17,17 +17,16 @@ from safetensors.torch import load_file
 from locality.analysis.baselines import record_baselines
 from locality.analysis.measures import Record, measure_model
 from locality.analysis.pictures import capture_pictures, sample, sample_at, save_pictures
-from locality.analysis.taps import capture
 from locality.data import DataSplits
 from locality.data.config import InputConfig
 from locality.errors import UserError, one_line
 from locality.files import read_shaped, write_atomic
 from locality.models import ImageClassifier
 from locality.runs import RunFolder
-from locality.training.config import RunConfig, read_config
+from locality.training.config import read_config
 from locality.training.devices import resolve_accelerator
 from locality.training.evaluation import PredictionCollector, evaluate_run
-from locality.training.model import initial_model, load_run, meta_model, open_run_data
+from locality.training.model import initial_model, load_run, open_run_data
 from locality.training.optim import make_plan
 
 MEASURES = "measures.json"
@@ -98,16 +97,6 @@ def _record_mistakes(
         last = captured.layers[-1]
         last = replace(last, mixed=last.mixed.mean(axis=1, keepdims=True), gates=None)
         save_pictures(replace(captured, layers=[last]), run.path / MISTAKES)
-
-
-def check_observable(config: RunConfig) -> None:
-    """Check before training that a run's attention can be recorded.
-
-    Raises:
-        UserError: the model's attention cannot be read.
-    """
-    with capture(meta_model(config, 2)):
-        pass
 
 
 def record_missing(folders: Iterable[Path]) -> list[str]:

@@ -16,8 +16,16 @@ import numpy as np
 from msgspec import Meta
 
 from locality import checks, data, training
-from locality.commands import MODEL, GivenModel, images_at, page_in, report_unreadable, say, table
-from locality.commands.parsing import Parser
+from locality.commands import (
+    MODEL,
+    GivenModel,
+    Parser,
+    images_at,
+    page_in,
+    report_unreadable,
+    say,
+    table,
+)
 from locality.data.config import DataConfig, Decoding
 from locality.data.folder import check_root, image_files, read_image, short_name
 from locality.data.sources import ImageFingerprint
@@ -284,8 +292,7 @@ def explore(arguments: Sequence[str]) -> None:
     if options.output is not None:  # else the run's own page
         check_output(output, options.overwrite)
     shown = _shown(options.images, models[0], options.count or (20 if options.live else 8))
-    from locality.analysis.explorer import write_explorer
-    from locality.analysis.live import live_page
+    from locality.analysis.explorer import live_page, write_explorer
 
     subjects = [model.opened for model in models]
     names, labels, images = zip(*shown, strict=True)

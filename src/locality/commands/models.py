@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from locality import checkpoints, models
 from locality.checkpoints.registry import KEY_MAP_NAMES, SOURCES, check_export_path, check_target
-from locality.commands import GivenModel, table
-from locality.commands.parsing import Parser
+from locality.commands import GivenModel, Parser, table
 from locality.errors import unknown
 from locality.models.variants import FAMILY_NAMES, VARIANTS, matching, variant
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from locality import checks
-from locality.commands import folder_name, images_at, page_in, report_unreadable, say
-from locality.commands.parsing import Parser
+from locality.commands import Parser, folder_name, images_at, page_in, report_unreadable, say
 from locality.errors import UserError, one_line
 from locality.files import check_output
 from locality.models.variants import PREFIX, variant
@@ -103,8 +102,7 @@ def compare(arguments: Sequence[str]) -> int:
         from locality.analysis.baselines import expected_baselines, record_baselines
         from locality.report.comparison_page import build_comparison
         from locality.runner.comparison import comparison_runs, shortened
-        from locality.runner.executors import run_all
-        from locality.runner.runs import workload
+        from locality.runner.runs import run_all, workload
 
     starting = time.perf_counter() - started
     chosen = {name: given[name] for name in _CHOSEN if name in given}

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locality import checks, progress, training
-from locality.commands import folder_name, images_at, say
-from locality.commands.parsing import Parser, first_word, peek
+from locality.commands import Parser, first_word, folder_name, images_at, peek, say
 from locality.data.folder import part_of
 from locality.errors import UserError, printable, some, unknown
 from locality.files import missing, read_yaml
@@ -58,21 +57,15 @@ def train(arguments: Sequence[str], command: str = "train") -> None:
     if options.print_config:
         print(to_yaml(config), end="")
         return
-    folder, first = options.output, is_main_process()
+    folder = options.output
     if not options.dry_run:
         check_places(config, folder)
-    if options.fit is not None and not options.quiet and first:
+    if options.fit is not None and not options.quiet and is_main_process():
         print(options.fit, file=sys.stderr)
     if options.dry_run:
         print(training.dry_run(config, folder))
         return
-    if options.record:
-        from locality.analysis.recording import check_observable, record
-
-        check_observable(config)
     _train(config, folder, options.quiet, started)
-    if options.record and first:
-        record(folder)
 
 
 def _train(config: RunConfig, folder: Path, quiet: bool, started: float) -> None:
@@ -155,13 +148,12 @@ def read_run(arguments: Sequence[str], command: str = "train") -> tuple[RunConfi
     parser.add("--resume", None, "run folder to resume with its settings")
     parser.add("--print_config", False, "print all settings as YAML, for --config, and exit")
     parser.add("--dry_run", False, "check everything, print the cost and exit")
-    parser.add("--record", False, "measure attention before and after training, and of snapshots")
     parser.add("--quiet", False, "print nothing during training")
     short = SHORT | ({"weights": "--from"} if command == "finetune" else {})
     add_run_settings(parser, base, arguments, short)
     options = parser.read(arguments)
     if options.dry_run:
-        parser.refuse("record quiet", "has no effect with --dry_run")
+        parser.refuse("quiet", "has no effect with --dry_run")
 
     if options.resume is not None:
         parser.refuse("what config output", "has no effect with --resume")
@@ -278,15 +270,10 @@ def resumed(run: Path, given: Mapping[str, Any]) -> RunConfig:
         raise UserError(f"{run} is a run of {begun.model.name}; use another --output")
     if any(name.startswith("schedule.") for name in changed):
         planned = begun.schedule
-        if changed.keys() & set(_LENGTHS):
-            changed = {name: None for name in _LENGTHS if before[name] is not None} | changed
-        texts = {name: "null" if value is None else f"{value}" for name, value in changed.items()}
-        words = [word for name, text in texts.items() for word in (f"--{name}", text)]
         raise UserError(
             f"{run} was planned for {planned.length:g} {planned.unit}, and a resumed run keeps "
-            f"its schedule; to continue from its weights with another one, start a new run: "
-            f"locality train --config {run / 'config.yaml'} --weights {run} "
-            f"--output {run}-longer {shlex.join(words)}"
+            f"its schedule (changed: {', '.join(changed)}); start a new one from its weights: "
+            f"locality train --config {run / 'config.yaml'} --weights {run} --output ANOTHER"
         )
     return replace(begun, given)
 
@@ -377,8 +364,7 @@ def demo(arguments: Sequence[str]) -> int | None:
 
     from locality.analysis.recording import record_missing
     from locality.report import build_report
-    from locality.runner.executors import run_all
-    from locality.runner.runs import Run
+    from locality.runner.runs import Run, run_all
 
     root = Path(options.output)
     models = ["convit_nano", "deit_nano", *(["cvt_nano"] if options.cvt else [])]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from locality.lazy import lazily
+from locality import lazily
 
 if TYPE_CHECKING:
     from locality.models.base import ImageClassifier as ImageClassifier

@@ -73,7 +73,7 @@ def comparison_runs(
         raise UserError("folds is 1; give at least 2")
     name = "finetune" if pretrained else "photos"
     # No patience: the best of many evaluations favours models whose accuracy fluctuates.
-    settings = {**data, "engine.tensorboard": False, "schedule.patience": None}
+    settings = {**data, "schedule.patience": None}
     settings |= {"data.fold": (0, folds)} if folds else {}
     settings |= {"data.workers": 0} if jobs > 1 else {}  # training uses all cores
     smallest = recipe(name, settings | {"data.fraction": min(fractions)})

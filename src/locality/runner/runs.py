@@ -1,16 +1,33 @@
-"""Run requests: configuration, folder, dependencies and cost."""
+"""Many runs: their identity, folders, dependencies and cost, and their execution in parallel.
+
+An executor executes each run once and reports errors. Results are read from the run folders.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import json
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from locality.errors import UserError
+import torch
+
+from locality import checks, training
+from locality.errors import Interrupted, ProcessKilled, UserError, one_line
 from locality.machine import processors
 from locality.progress import format_duration
 from locality.runs import RunFolder, is_run_folder
@@ -191,3 +208,230 @@ def workload(
             problem = cost.problem and f"cannot start: {cost.problem}"
             lines.append(f"{name:{width}}  {problem or shown}")
     return "\n".join(lines)
+
+
+_POLL_SECONDS = 0.2
+
+
+def execute(run: Run) -> str | None:
+    """Execute a run in this process, with its output redirected to `log_file`.
+
+    Returns:
+        None if the folder now has a result, else the reason.
+    """
+    log = log_file(run.folder)
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            log.open("a", encoding="utf-8") as file,
+            contextlib.redirect_stdout(file),
+            contextlib.redirect_stderr(file),
+        ):
+            started = time.perf_counter() - run.spent
+            training.train(run.config, run.folder, started=started)
+    except (UserError, FileNotFoundError, PermissionError, Interrupted, ProcessKilled) as error:
+        return one_line(error)
+    except (KeyboardInterrupt, SystemExit):
+        return "stopped at once; the same command resumes the run"
+    except Exception as error:
+        with log.open("a", encoding="utf-8") as file:
+            traceback.print_exc(file=file)
+        return f"{type(error).__name__}: {one_line(error)} (details in {log})"
+    return None if run.is_finished() else f"it ended without a result.json (output in {log})"
+
+
+def log_file(folder: Path) -> Path:
+    """The log file of a run: FOLDER.log next to the run folder."""
+    return folder.with_name(folder.name + ".log")
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs of this process, named as in CUDA_VISIBLE_DEVICES."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name.strip() for name in named.split(",") if name.strip()]
+    return [str(number) for number in range(torch.cuda.device_count())]
+
+
+class LocalExecutor:
+    """Executes independent runs in processes on this machine, with one GPU each if available.
+
+    Args:
+        jobs: number of parallel runs.
+        threads: CPU threads per run; the machine's divided by `jobs` by default. The number of
+            threads affects the rounding of sums.
+    """
+
+    def __init__(self, jobs: int = 2, threads: int | None = None) -> None:
+        checks.integer("jobs", jobs, 1)
+        threads = threads or threads_per_run(jobs)
+        gpus: list[str | None] = [*visible_gpus()] or [None]
+        self._idle = [_Worker(threads, gpus[n % len(gpus)]) for n in reversed(range(jobs))]
+
+    def map(self, runs: Sequence[Run]) -> Iterator[Outcome]:
+        """Execute all runs and yield each outcome as the run ends, in any order.
+
+        Closing the iterator stops the remaining runs, which save and can be resumed.
+        """
+        waiting = list(runs)
+        running: list[tuple[Run, _Worker]] = []
+        try:
+            while waiting or running:
+                while waiting and self._idle:
+                    run = waiting.pop(0)
+                    running.append((run, self._idle.pop().start(run)))
+                ended = [pair for pair in running if pair[1].done()]
+                for run, worker in ended:
+                    running.remove((run, worker))
+                    self._idle.append(worker)
+                    yield Outcome(run, worker.error())
+                if not ended:
+                    time.sleep(_POLL_SECONDS)
+        finally:
+            for _, worker in running:
+                worker.stop()
+            for _, worker in running:
+                worker.error()  # waits until the run has saved
+            for worker in (*self._idle, *(worker for _, worker in running)):
+                worker.close()
+
+
+class _Worker:
+    """A process that executes runs one after the other, and is replaced if it dies.
+
+    Args:
+        threads: CPU threads.
+        gpu: its GPU, named as in CUDA_VISIBLE_DEVICES; None keeps the environment.
+    """
+
+    def __init__(self, threads: int, gpu: str | None) -> None:
+        self._settings = threads, gpu
+        self._process: Any = None
+        self._connection: Any = None
+
+    def start(self, run: Run) -> _Worker:
+        if self._process is None or not self._process.is_alive():
+            # A forked child would inherit locks of other threads.
+            context = multiprocessing.get_context("spawn")
+            self._connection, child = context.Pipe()
+            # Not daemonic, so that training can start data loading processes.
+            self._process = context.Process(target=_work, args=(child, *self._settings))
+            self._process.start()
+            child.close()
+        self._connection.send(run)
+        return self
+
+    def done(self) -> bool:
+        """Whether the run or the process has ended."""
+        return self._connection.poll()
+
+    def error(self) -> str | None:
+        try:
+            return self._connection.recv()
+        except (EOFError, OSError):
+            self._process.join()
+            code = self._process.exitcode
+            if code < 0:
+                return str(ProcessKilled("its process", -code, resumes=True))
+            return f"its process ended unexpectedly (exit code {code})"
+
+    def stop(self) -> None:
+        """Ask the run to save and stop after the current step."""
+        self._process.terminate()
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._connection.close()
+            self._process.join()
+
+
+def _work(connection: Connection, threads: int, gpu: str | None) -> None:
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # read when CUDA is first used
+    torch.set_num_threads(threads)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    # Ctrl-C reaches all processes of a terminal. The parent handles it between runs, training
+    # during a run.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The connection breaks when the parent exits.
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            connection.send(execute(connection.recv()))
+
+
+def _exit_with_parent() -> None:
+    """Send SIGTERM to this process when the parent exits, so that the run saves first."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def run_all(
+    runs: Iterable[Run],
+    jobs: int = 2,
+    executor: Any = None,
+    threads: int | None = None,
+    quiet: bool = False,
+    ended: Callable[[Outcome], None] = lambda outcome: None,
+) -> list[Outcome]:
+    """Execute runs and their dependencies; finished runs are skipped, started ones resumed.
+
+    A failed run does not stop the others.
+
+    Args:
+        runs: the runs, in any order; folders may repeat.
+        jobs: number of parallel runs.
+        executor: an object whose `map` takes runs and yields their outcomes; by default
+            processes on this machine.
+        threads: CPU threads per run; the machine's divided by `jobs` by default.
+        quiet: print no progress.
+        ended: called with the outcome of each executed run as it ends.
+
+    Returns:
+        the outcome of each given run, in the given order.
+    """
+    runs = list(runs)
+    everything = with_needs(runs)
+    outcomes = {run.folder: Outcome(run) for run in everything if run.is_finished()}
+    waiting = [run for run in everything if run.folder not in outcomes]
+    executor = executor or LocalExecutor(jobs, threads)
+    count, total, started = 0, len(waiting), time.monotonic()
+    while waiting:
+        later = {run.folder for run in waiting}
+        # Runs whose dependencies have finished run in parallel.
+        wave = [run for run in waiting if not any(needed.folder in later for needed in run.needs)]
+        waiting = [run for run in waiting if run not in wave]
+        refused = [Outcome(run, why) for run in wave if (why := _failed(run, outcomes))]
+        ready = [run for run in wave if not _failed(run, outcomes)]
+        for outcome in itertools.chain(refused, executor.map(ready)):
+            outcomes[outcome.run.folder] = outcome
+            count += 1
+            if not quiet:
+                # In rounds of parallel runs.
+                done, more = (math.ceil(n / jobs) for n in (count, total - count))
+                left = (time.monotonic() - started) / done * more
+                then = f"; about {format_duration(left)} left" if count < total else ""
+                line = f"[{count}/{total}] {_outcome_line(outcome)}{then}"
+                print(line, file=sys.stderr, flush=True)
+            ended(outcome)
+    return [Outcome(run, outcomes[run.folder].error) for run in runs]
+
+
+def _failed(run: Run, outcomes: Mapping[Path, Outcome]) -> str | None:
+    """Why a run cannot start because of a failed dependency, or None."""
+    for needed in run.needs:
+        error = outcomes[needed.folder].error
+        if error is not None:
+            return f"it needs {needed.name}, which failed: {error}"
+    return None
+
+
+def _outcome_line(outcome: Outcome) -> str:
+    if outcome.error is not None:
+        return f"{outcome.run.name} failed: {outcome.error}"
+    result = outcome.run.result() or {}
+    top1, seconds = result.get("top1"), result.get("seconds")
+    parts = [f"{top1:.1f}% top-1"] if isinstance(top1, float) else []
+    parts += [f"in {format_duration(seconds)}"] if isinstance(seconds, (int, float)) else []
+    return f"{outcome.run.name}: {' '.join(parts) or 'finished'}"

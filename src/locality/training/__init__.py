@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from locality.lazy import lazily
+from locality import lazily
 
 if TYPE_CHECKING:
     from locality.checkpoints.run_state import DamagedCheckpoint as DamagedCheckpoint

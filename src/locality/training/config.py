@@ -202,20 +202,13 @@ class EngineConfig:
         precision: "fp32", "bf16-mixed", "auto" for the faster of the two, or, on an NVIDIA GPU,
             "fp16-mixed" with gradient scaling.
         ema_decay: keep and evaluate an exponential moving average of the weights; None is off.
-        accelerator: the device to compute on: "auto", "cpu", "cuda" or "mps".
-        devices: processes on this machine, one per device; 0 uses all devices of the accelerator
-            (one process on a CPU). torchrun and srun, also on several machines, override it.
-        strategy: how several processes are started: "auto" repeats the command line; "ddp_fork"
-            forks this process, which also works in notebooks. Each keeps all weights.
+        accelerator: the device to compute on: "auto", "cpu", "cuda" or "mps"; one in each process.
         threads: CPU threads for computation; 0 is torch's default.
         grad_checkpointing: recompute activations in the backward pass instead of keeping them.
         channels_last: use the channels-last memory format, which convolutions prefer.
         compile: `torch.compile` the model.
         deterministic: use only deterministic operations on a GPU (slower); those on a CPU always
             are.
-        max_bad_losses: how many updates may be skipped because the loss is not finite.
-        tensorboard: write TensorBoard logs besides the CSV, if TensorBoard is installed
-            (`pip install 'locality[tensorboard]'`).
     """
 
     batch_size: checks.Count = 64
@@ -223,17 +216,17 @@ class EngineConfig:
     precision: Precision = "auto"
     ema_decay: checks.ShareBelowOne | None = None
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = setting("auto", "how")
-    devices: checks.Natural = setting(0, "how")
-    strategy: Literal["auto", "ddp_fork"] = setting("auto", "how")
     threads: checks.Natural = setting(0, "how")
     grad_checkpointing: bool = setting(False, "how")
     channels_last: bool = False
     compile: bool = setting(False, "incidental")
     deterministic: bool = False
-    max_bad_losses: checks.Natural = 0
-    tensorboard: bool = setting(True, "how")
 
-    REMOVED = (("ema_warmup", False), ("num_nodes", 1))
+    REMOVED = (
+        *(("ema_warmup", False), ("num_nodes", 1), ("devices", 0), ("devices", 1)),
+        *(("strategy", "auto"), ("max_bad_losses", 0), ("tensorboard", True)),
+        ("tensorboard", False),
+    )
 
     def __post_init__(self) -> None:
         check(self, "engine.")
@@ -286,7 +279,7 @@ class RunConfig:
             raise UserError(
                 f"input.mean has {len(self.input.mean)} values; give one per colour channel, 3"
             )
-        self.micro_batch(max(1, self.engine.devices))
+        self.micro_batch(1)
         peak = self.optim.peak_lr(self.engine.batch_size)
         for name in ("min_lr", "warmup_lr"):
             if getattr(self.schedule, name) > peak:
@@ -317,7 +310,7 @@ class RunConfig:
         if engine.batch_size % parts:
             raise UserError(
                 f"engine.batch_size is {engine.batch_size}, which cannot be divided evenly between "
-                f"{world_size} process(es) (engine.devices) × {engine.accumulate} pass(es) "
+                f"{world_size} process(es) × {engine.accumulate} pass(es) "
                 f"(engine.accumulate); choose a multiple of {parts}"
             )
         return engine.batch_size // parts

@@ -1,15 +1,25 @@
-"""Devices, processes and precision, resolved from the settings."""
+"""Devices, processes and precision, resolved from the settings; stop signals and collectives.
+
+torchrun and srun start the processes, and end the others when one has ended.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
 from lightning_fabric import Fabric
 from lightning_fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning_fabric.strategies import DDPStrategy
+from torch import Tensor
 
 from locality.errors import UserError
 from locality.training.config import EngineConfig
@@ -22,10 +32,13 @@ _BF16_MIN_MACS = 1e9
 
 # Silences Fabric's announcement on every start; runs print this information themselves.
 logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
-# But not which process has failed, before it kills the others.
-logging.getLogger("lightning_fabric.strategies.launchers.subprocess_script").setLevel(logging.INFO)
-# Silences torch's message that it ends the other processes when one has ended.
-logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
+
+# One Ctrl-C may arrive twice, from the terminal and from a launcher such as torchrun; a later one
+# counts as a second.
+_REPEATED_CTRL_C_SECONDS = 1.0
+
+# Ctrl-C, batch systems and torchrun, SLURM's warning, a closed terminal.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def resolve_accelerator(wanted: str) -> str:
@@ -44,27 +57,15 @@ def resolve_accelerator(wanted: str) -> str:
     return available[0] if wanted == "auto" else wanted
 
 
-def launched_externally() -> bool:
-    """Whether torchrun or srun started this process."""
-    return TorchElasticEnvironment.detect() or SLURMEnvironment.detect()
-
-
-def process_layout(engine: EngineConfig, device_type: str) -> tuple[int, int]:
-    """Processes per machine and number of machines; torchrun and srun override the setting.
-
-    Raises:
-        UserError: if there are fewer GPUs than `engine.devices`.
-    """
+def process_layout() -> tuple[int, int]:
+    """Processes per machine, each with one device, and number of machines, by torchrun or srun."""
     if TorchElasticEnvironment.detect():
         local, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
         return local, world // local
     if SLURMEnvironment.detect():
         tasks, nodes = int(os.environ["SLURM_NTASKS"]), int(os.environ.get("SLURM_NNODES", "1"))
         return tasks // nodes, nodes
-    count = torch.cuda.device_count() if device_type == "cuda" else 1
-    if device_type == "cuda" and engine.devices > count:
-        raise UserError(f"engine.devices is {engine.devices}, but there are {count} GPUs")
-    return engine.devices or count, 1
+    return 1, 1
 
 
 def choose_precision(wanted: str, device_type: str, macs_per_image: float) -> str:
@@ -110,11 +111,9 @@ def has_fast_bf16() -> bool:
 def create_fabric(engine: EngineConfig) -> Fabric:
     """Lightning Fabric for the devices and processes of a run."""
     device_type = resolve_accelerator(engine.accelerator)
-    devices, nodes = process_layout(engine, device_type)
-    strategy: Any = "auto"
-    if devices * nodes > 1 or engine.strategy != "auto":
-        start: Any = "fork" if engine.strategy == "ddp_fork" else "popen"
-        strategy = DDPStrategy(start_method=start, gradient_as_bucket_view=True)
+    devices, nodes = process_layout()
+    several = devices * nodes > 1
+    strategy: Any = DDPStrategy(gradient_as_bucket_view=True) if several else "auto"
     if device_type == "cpu" and not torch.cuda.is_available():
         # Otherwise torch's optimisers look for GPUs in every step, which takes 2% of a small
         # model's step.
@@ -129,3 +128,129 @@ def create_fabric(engine: EngineConfig) -> Fabric:
 def accumulation_dtype(device: torch.device) -> torch.dtype:
     """The dtype of sums: float64, which MPS lacks."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+class SignalHandler:
+    """The first signal this process has received.
+
+    Attributes:
+        signum: its number; 0 if there was none.
+    """
+
+    def __init__(self) -> None:
+        self.signum = 0
+        self._since = 0.0
+        self._owner = os.getpid()
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[SignalHandler]:
+        """Handle signals within the block, unless they are ignored (by nohup, say).
+
+        Python allows it in the main thread only.
+        """
+        main = threading.current_thread() is threading.main_thread()
+        before = {
+            signum: signal.signal(signum, self._handle)
+            for signum in SIGNALS
+            if main and signal.getsignal(signum) not in (signal.SIG_IGN, None)
+        }
+        try:
+            yield self
+        finally:
+            for signum, previous in before.items():
+                signal.signal(signum, previous)
+
+    def _handle(self, signum: int, _: FrameType | None) -> None:
+        if os.getpid() != self._owner:
+            return  # a forked data worker: the training process decides
+        if not self.signum:
+            self.signum, self._since = signum, time.monotonic()
+            again = "; again to stop at once, without saving" if signum == signal.SIGINT else ""
+            # print() is not reentrant: this handler may interrupt it.
+            with contextlib.suppress(OSError):  # the terminal was closed
+                os.write(2, f"\nstopping after this step and saving{again}\n".encode())
+        elif signum == signal.SIGINT and time.monotonic() - self._since > _REPEATED_CTRL_C_SECONDS:
+            raise KeyboardInterrupt
+
+
+class Collectives:
+    """Collective operations; no-ops in a run of one process.
+
+    Args:
+        fabric: devices and processes.
+        signals: the signals this process has received.
+    """
+
+    def __init__(self, fabric: Fabric, signals: SignalHandler) -> None:
+        self.is_single = fabric.world_size == 1
+        self._fabric = fabric
+        self._signals = signals
+
+    def all_reduce_metrics(self, total: Tensor) -> Callable[[], tuple[float, float, int]]:
+        """Sum `Objective.batch_metrics` and the signals over all processes.
+
+        Returns:
+            a function that waits for the sums, which a GPU copies in the background: the loss of
+            all micro-batches, the correct predictions, and the signal to stop, or 0.
+        """
+        if not self.is_single:
+            total = self.all_reduce(torch.cat((total, total.new_tensor(self._flags()))))
+        arrived = None
+        if total.is_cuda:
+            pinned = torch.empty_like(total, device="cpu", pin_memory=True)
+            total = pinned.copy_(total, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+
+        def values() -> tuple[float, float, int]:
+            if arrived is not None:
+                arrived.synchronize()
+            loss_sum, correct, *flags = total.tolist()
+            return loss_sum, correct, _first_signal(flags) if flags else self._signals.signum
+
+        return values
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum `tensor` over all processes, in place."""
+        if not self.is_single:
+            torch.distributed.all_reduce(tensor)
+        return tensor
+
+    def any_signal(self) -> int:
+        """The signal that any process has received, or 0; every process must call this."""
+        if self.is_single:
+            return self._signals.signum
+        flags = torch.tensor(self._flags(), device=self._fabric.device)
+        return _first_signal(self.all_reduce(flags).tolist())
+
+    def all_gather(self, known: dict[str, str]) -> None:
+        """Add the items of all processes to `known`."""
+        if self.is_single:
+            return
+        gathered: list[dict[str, str]] = [{}] * self._fabric.world_size
+        torch.distributed.all_gather_object(gathered, known)
+        for other in gathered:
+            known.update(other)
+
+    def broadcast(self, buffers: list[Tensor]) -> None:
+        """Copy the `buffers` of rank 0 to all processes."""
+        if not self.is_single:
+            for buffer in buffers:
+                torch.distributed.broadcast(buffer, src=0)
+
+    def _flags(self) -> list[float]:
+        return [float(self._signals.signum == signum) for signum in SIGNALS]
+
+
+def _first_signal(counts: list[float]) -> int:
+    return next((int(s) for s, count in zip(SIGNALS, counts, strict=True) if count), 0)
+
+
+def leave_group() -> None:
+    """Leave the process group; called at exit, since the same processes may train again.
+
+    Its threads hold tensors, and releasing them while the interpreter finalises would abort the
+    process.
+    """
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

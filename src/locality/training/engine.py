@@ -1,7 +1,7 @@
 """`train`: a run from its checks to its result, in all processes.
 
-Lightning Fabric finds the devices, starts the processes and makes the model data parallel;
-`locality.training.loop` has the training loop.
+Lightning Fabric finds the device and makes the model data parallel; `locality.training.loop` has
+the training loop.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ import atexit
 import contextlib
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_fabric import Fabric
-from torch.multiprocessing import ProcessExitedException
 
 from locality.checkpoints.run_state import CheckpointFolder, DamagedCheckpoint, read_checkpoint
 from locality.data.loader import translate_killed_worker
@@ -26,7 +24,6 @@ from locality.errors import (
     Interrupted,
     NonFiniteLoss,
     ProcessKilled,
-    RunFailed,
     UserError,
     prefix_errors,
 )
@@ -37,7 +34,7 @@ from locality.progress import doing
 from locality.runs import RunFolder, is_run_folder
 from locality.settings import from_dict, replace, to_yaml
 from locality.training.config import RunConfig, read_config
-from locality.training.devices import create_fabric
+from locality.training.devices import SignalHandler, create_fabric, leave_group
 from locality.training.folder_checks import (
     check_folder,
     check_images,
@@ -48,14 +45,7 @@ from locality.training.folder_checks import (
 )
 from locality.training.loop import Loop
 from locality.training.model import build_model
-from locality.training.processes import (
-    SignalHandler,
-    end_processes,
-    forward_signals,
-    is_started_by_rank0,
-    killed_process,
-)
-from locality.training.recorder import NoRecorder, Recorder, restore_metrics
+from locality.training.recorder import NoRecorder, Recorder
 from locality.training.resolved_run import ResolvedRun
 from locality.training.state import Components, TrainState
 
@@ -86,7 +76,7 @@ def train(
         Interrupted: if a signal stopped it; the checkpoint is written and the same call resumes.
         ProcessKilled: if another process of the run was killed, such as for lack of memory; the
             same call resumes.
-        NonFiniteLoss: if the loss is not finite and no more updates may be skipped.
+        NonFiniteLoss: if the loss is not finite.
         DamagedCheckpoint: if all checkpoints are damaged.
         CheckpointNotSaved: if the disk is full.
     """
@@ -128,48 +118,28 @@ class Training:
 
 def launch(training: Training) -> dict[str, Any]:
     """Train in all processes of a run; returns and raises as `train`."""
-    engine = training.config.engine
-    fabric = create_fabric(engine)
-    try:
-        with forward_signals() if engine.strategy == "ddp_fork" else contextlib.nullcontext():
-            outcome = fabric.launch(partial(_train_on_rank, training))
-    except ProcessExitedException as error:
-        if error.exit_code >= 0:
-            raise
-        raise ProcessKilled(
-            f"rank {error.error_index} of the run", -error.exit_code, resumes=True
-        ) from error
-    except RunFailed:
-        raise
-    except RuntimeError as error:
-        if killed := killed_process(fabric):
-            raise killed from error
-        raise
-    if isinstance(outcome, dict):
-        return outcome
-    if fabric.global_rank > 0 and not isinstance(outcome, ProcessKilled):
-        # All ranks have raised it. Fabric ends the others if a process that it started fails.
-        code = 0 if is_started_by_rank0(fabric) else getattr(outcome, "exit_code", 1)
-        raise SystemExit(code)
-    raise outcome
-
-
-def _train_on_rank(training: Training, fabric: Fabric) -> dict[str, Any] | Exception:
-    """Train in one process: the content of result.json, or the error that every rank raises."""
-    atexit.register(end_processes, fabric)
+    fabric = create_fabric(training.config.engine)
+    fabric.launch()
+    atexit.register(leave_group)
     try:
         with translate_killed_worker():
-            return _train(training, fabric)
+            outcome = _train(training, fabric)
     except BaseException as error:
         # The traceback holds the model, which holds the process group.
         _clear_frames(error)
         if isinstance(error, ProcessKilled):
-            return ProcessKilled(error.what, error.signum, resumes=True)
-        if isinstance(error, (Interrupted, NonFiniteLoss, DamagedCheckpoint)):
-            return error
-        raise
+            outcome = ProcessKilled(error.what, error.signum, resumes=True)
+        elif isinstance(error, (Interrupted, NonFiniteLoss, DamagedCheckpoint)):
+            outcome = error
+        else:
+            raise
     finally:
         training.folder.lock.release()
+    if isinstance(outcome, dict):
+        return outcome
+    if fabric.global_rank > 0 and not isinstance(outcome, ProcessKilled):
+        raise SystemExit(getattr(outcome, "exit_code", 1))  # rank 0 says it
+    raise outcome
 
 
 def _clear_frames(error: BaseException | None) -> None:
@@ -209,11 +179,12 @@ def _train(training: Training, fabric: Fabric) -> dict[str, Any] | Exception:
             model = build_model(config, len(run.splits.classes))
         parts = training.components(fabric, run, model)
         state = TrainState() if checkpoint is None else parts.load(checkpoint)
-        if error := _on_rank0(fabric, lambda: _begin(folder, run, checkpoint)):
+        if error := _on_rank0(fabric, lambda: _begin(folder, run)):
             return error
         recorder: Any = NoRecorder()
         if fabric.is_global_zero:
-            recorder = Recorder(folder, run, state, quiet)
+            metrics = "" if checkpoint is None else checkpoint["metrics"]
+            recorder = Recorder(folder, run, state, metrics, quiet)
             folder.record_start(
                 config.seed,
                 step=state.step,
@@ -288,7 +259,7 @@ def _check(training: Training) -> tuple[dict[str, Any] | str, _Opened | None]:
     return name, (run, checkpoint)
 
 
-def _begin(folder: RunFolder, run: ResolvedRun, checkpoint: Mapping[str, Any] | None) -> None:
+def _begin(folder: RunFolder, run: ResolvedRun) -> None:
     """Lock and write the folder: the run's settings, classes and images.
 
     Raises:
@@ -305,8 +276,6 @@ def _begin(folder: RunFolder, run: ResolvedRun, checkpoint: Mapping[str, Any] | 
                 )
         CheckpointFolder(folder.checkpoints).tidy()
         write_atomic(folder.config_file, to_yaml(run.config))
-    if checkpoint is not None:
-        run.notes += restore_metrics(folder, checkpoint)
     splits = run.splits
     write_atomic(folder.images_file, run.images.table)
     folder.write_json(folder.classes_file, splits.classes)

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 from lightning_fabric import Fabric
-from torch import Tensor, nn
+from torch import nn
 
 from locality.data import Batch, Stream, eval_loader, hash_seed, seed_generators, train_loader
 from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError, some
 from locality.models import ImageClassifier
 from locality.training.config import computation_settings
+from locality.training.devices import Collectives, SignalHandler
 from locality.training.evaluation import PredictionCollector, evaluate
 from locality.training.optim import UNDECIDED, create_schedule
-from locality.training.processes import Collectives, SignalHandler
 from locality.training.recorder import Recorder
 from locality.training.resolved_run import ResolvedRun
 from locality.training.state import Components, TrainState
@@ -114,7 +114,7 @@ class Loop:
 
         Raises:
             Interrupted: if a signal arrived; the checkpoint is written.
-            NonFiniteLoss: if a loss is not finite and no more updates may be skipped.
+            NonFiniteLoss: if a loss or the gradients are not finite.
             CheckpointNotSaved: if the disk is full.
         """
         state = self.state
@@ -193,14 +193,18 @@ class Loop:
         parts.schedule.step_update(state.step)
         is_single = self.collectives.is_single
         total: Any = 0
-        before = self._copy_buffers()
+        # A forward pass changes running statistics before the next micro-batch is known to be
+        # readable.
+        buffers = [] if engine.accumulate == 1 else list(parts.model.buffers())
+        before = [buffer.clone() for buffer in buffers]
         started = time.perf_counter()
         for micro in range(engine.accumulate):
             last = micro + 1 == engine.accumulate
             try:
                 batch = next(batches)
             except (UserError, ProcessKilled):
-                self._restore(before)
+                for buffer, value in zip(buffers, before, strict=True):
+                    buffer.copy_(value)
                 raise
             seed_pass(self.config.seed, self.fabric.global_rank, state.step, micro, device)
             images = batch.images.to(device, non_blocking=True, memory_format=self.memory_format)
@@ -221,17 +225,16 @@ class Loop:
         mean = loss_sum / (engine.accumulate * self.fabric.world_size)
         parts.scaler.unscale_(parts.optimizer)
         if not math.isfinite(mean):
-            self._skip_update(f"the loss became {mean}", before)
-        elif not self._clip() and parts.scaler.get_scale() <= 1:
-            self._skip_update("the gradients are not finite", before)
-        else:
-            # The scaler itself skips gradients that its scale made too large for float16.
-            parts.scaler.step(parts.optimizer)
-            if parts.ema is not None:
-                parts.ema.update(parts.model, step=state.step + 1)
-            state.loss_sum += mean * self.plan.batch_size
-            state.num_correct += correct
-            state.num_images += self.plan.batch_size
+            raise self._diverged(f"the loss became {mean} in step {state.step + 1}")
+        if not self._clip() and parts.scaler.get_scale() <= 1:
+            raise self._diverged(f"the gradients are not finite in step {state.step + 1}")
+        # The scaler skips gradients that its scale made too large for float16.
+        parts.scaler.step(parts.optimizer)
+        if parts.ema is not None:
+            parts.ema.update(parts.model, step=state.step + 1)
+        state.loss_sum += mean * self.plan.batch_size
+        state.num_correct += correct
+        state.num_images += self.plan.batch_size
         parts.scaler.update()
         parts.optimizer.zero_grad(set_to_none=True)
         state.step += 1
@@ -266,43 +269,12 @@ class Loop:
             return True
         return bool(nn.utils.clip_grad_norm_(self.parts.model.parameters(), clip).isfinite())
 
-    def _copy_buffers(self) -> list[Tensor]:
-        """Copies of the model's buffers, if this step may have to be undone.
-
-        A forward pass changes running statistics before its loss is known to be bad, or the next
-        micro-batch to be unreadable.
-        """
-        if not self.config.engine.max_bad_losses and self.config.engine.accumulate == 1:
-            return []
-        return [buffer.clone() for buffer in self.parts.model.buffers()]
-
-    def _restore(self, before: list[Tensor]) -> None:
-        """Undo the changes of buffers since `_copy_buffers`, if it copied any."""
-        for buffer, value in zip(self.parts.model.buffers(), before, strict=False):
-            buffer.copy_(value)
-
-    def _skip_update(self, reason: str, before: list[Tensor]) -> None:
-        """Skip this update, or stop the run if no more may be skipped."""
-        state, allowed = self.state, self.config.engine.max_bad_losses
-        if state.bad_losses >= allowed:
-            kept = f"the checkpoint of step {self._saved} is kept"
-            raise self._diverged(
-                f"{reason} in step {state.step + 1} after {state.bad_losses} skipped updates "
-                f"(engine.max_bad_losses allows {allowed}); "
-                f"{kept if self._saved >= 0 else 'no checkpoint exists'}"
-            )
-        state.bad_losses += 1
-        self._restore(before)
-        self.recorder.log(
-            f"step {state.step + 1}: {reason}; update skipped "
-            f"({state.bad_losses} of {allowed} allowed)"
-        )
-
     def _diverged(self, what: str) -> NonFiniteLoss:
-        rate = self.parts.optimizer.param_groups[0]["lr"]
+        rate, saved = self.parts.optimizer.param_groups[0]["lr"], self._saved
+        kept = f"the checkpoint of step {saved} is kept" if saved >= 0 else "no checkpoint exists"
         return NonFiniteLoss(
-            f"{what}. Lower optim.lr (the learning rate is {rate:.3g}) or set optim.clip_grad, in "
-            f"a new run folder"
+            f"{what}; {kept}. Lower optim.lr (the learning rate is {rate:.3g}) or set "
+            f"optim.clip_grad, in a new run folder"
         )
 
     def _evaluate(self) -> None:

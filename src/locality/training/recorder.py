@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
-from importlib.util import find_spec
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_fabric.loggers import TensorBoardLogger
 from safetensors.torch import save
 
 from locality.checkpoints.run_state import CheckpointFolder
 from locality.errors import printable
-from locality.files import CsvTable, atomic_file, csv_text, number, write_atomic
+from locality.files import atomic_file, csv_text, number, read_rows, write_atomic
 from locality.models import ImageClassifier
 from locality.progress import SECONDS, format_duration, repeating
 from locality.runs import RunFolder
@@ -30,32 +30,34 @@ from locality.training.state import TrainState
 # One row per evaluation. metrics.csv is reproducible; timing.csv is not.
 METRICS = ("step", "epoch", "images", "lr", "train_loss", "train_top1", "top1", "top5", "val_loss")
 TIMING = ("step", "seconds", "images_per_second", "eval_seconds", "peak_memory_mb")
-# Their names in TensorBoard.
-_TAGS = {
-    "train_loss": "loss/train",
-    "val_loss": "loss/val",
-    "train_top1": "top1/train",
-    "top1": "top1/val",
-    "top5": "top5/val",
-    "lr": "lr",
-    "images_per_second": "images_per_second",
-}
-# The median time of this many steps ignores the first ones, which allocate and compile.
+# The median time of the last steps ignores the first ones, which allocate and compile.
 _MEDIAN_STEPS = 20
 
 
-def restore_metrics(folder: RunFolder, checkpoint: Mapping[str, Any]) -> list[str]:
-    """Restore metrics.csv from a checkpoint; later rows, which are repeated, are removed.
+class Table:
+    """A CSV file that begins with known rows and to which others are appended.
 
-    Returns:
-        notes on what was restored.
+    Args:
+        path: the file, replaced if it exists.
+        columns: names of the columns.
+        rows: its first rows, as CSV text.
+
+    Attributes:
+        rows: all of them.
     """
-    file, text = folder.metrics_file, csv_text([METRICS]) + checkpoint["metrics"]
-    same = file.exists() and file.read_text(errors="replace").startswith(text)
-    write_atomic(file, text)
-    if same:
-        return []
-    return [f"{file} was changed or is missing: its rows are restored from the checkpoint"]
+
+    def __init__(self, path: Path, columns: Sequence[str], rows: str) -> None:
+        self.path, self.columns, self.rows = path, columns, rows
+        write_atomic(path, csv_text([columns]) + rows)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Append a row and sync it to disk."""
+        line = csv_text([[row.get(column) for column in self.columns]])
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+        self.rows += line
 
 
 class NoRecorder:
@@ -72,31 +74,41 @@ class Recorder:
         folder: the run's folder.
         run: the run.
         state: the counters with which the run starts or resumes.
+        metrics: the rows of metrics.csv up to there, as CSV text.
         quiet: print nothing.
     """
 
     def __init__(
-        self, folder: RunFolder, run: ResolvedRun, state: TrainState, quiet: bool = False
+        self,
+        folder: RunFolder,
+        run: ResolvedRun,
+        state: TrainState,
+        metrics: str = "",
+        quiet: bool = False,
     ) -> None:
         self._run_folder, self._run, self._images = folder, run, run.images.fingerprint
         self._checkpoints = CheckpointFolder(folder.checkpoints, state.step or None)
-        self._progress = Progress(run.plan.steps, state.step, quiet)
-        self.log = self._progress.log
+        self._state, self._activity = state, "training"
+        self._quiet, self._printed = quiet, time.monotonic()
+        self._news = contextlib.ExitStack()
+        if not quiet:
+            self._news.enter_context(repeating(self._tell))
         # Time is known up to the last evaluation. Steps between it and the checkpoint are assumed
         # to take as long as the others.
         evaluated = max(state.evaluated, 0)
-        self._timed_seconds, self._timed_steps, self._step = 0.0, evaluated, state.step
+        self._timed_seconds, self._timed_steps = 0.0, evaluated
         self._step_seconds: list[float] = []  # since the last evaluation
         self._skipped = 0
-        self._metrics = CsvTable(folder.metrics_file, METRICS)
-        self._timing = CsvTable(folder.timing_file, TIMING)
-        self._metrics.cut(state.evaluated)
-        if rows := self._timing.cut(state.evaluated):
-            self._timed_seconds = number(rows[-1]["seconds"]) or 0.0
-        self._board: TensorBoardLogger | None = None
-        if run.config.engine.tensorboard and find_spec("tensorboard"):
-            purge = evaluated + 1 if evaluated else None  # a resumed run continues its log
-            self._board = TensorBoardLogger(folder.tensorboard, "", "", purge_step=purge)
+        timed = []
+        if folder.timing_file.exists():
+            cells = dict.fromkeys(TIMING, number) | {"step": int}
+            rows = read_rows(folder.timing_file, cells)
+            timed = [row for row in rows if int(row["step"]) <= state.evaluated]
+        if timed:
+            self._timed_seconds = number(timed[-1]["seconds"]) or 0.0
+        self._metrics = Table(folder.metrics_file, METRICS, metrics)
+        before = csv_text([row[column] for column in TIMING] for row in timed)
+        self._timing = Table(folder.timing_file, TIMING, before)
 
     @property
     def _folder(self) -> RunFolder:
@@ -106,11 +118,11 @@ class Recorder:
 
     def begin_decay(self) -> None:
         """Record the length that the run now has in the folder's configuration."""
-        steps = self._progress.total = self._run.plan.steps
+        steps = self._run.plan.steps
         write_atomic(self._folder.config_file, to_yaml(self._run.config))
         self.log(
-            f"step {self._step}: two thirds of the time have gone; the learning rate decays until "
-            f"step {steps:,}"
+            f"step {self._state.step}: two thirds of the time have gone; the learning rate decays "
+            f"until step {steps:,}"
         )
 
     @property
@@ -118,7 +130,35 @@ class Recorder:
         """Training time of all steps so far, without evaluation and saving."""
         if not self._timed_steps:
             return 0.0
-        return self._timed_seconds * self._step / self._timed_steps
+        return self._timed_seconds * self._state.step / self._timed_steps
+
+    def log(self, text: str) -> None:
+        """Print a line."""
+        if self._quiet:
+            return
+        self._printed = time.monotonic()
+        try:
+            print(printable(text, keep="\n"), file=sys.stderr, flush=True)
+        except OSError:  # the terminal was closed: the run continues
+            self._quiet = True
+
+    def _tell(self) -> None:
+        """Print what is being done, if nothing was printed lately."""
+        if time.monotonic() - self._printed > SECONDS / 2:
+            self.log(self.status())
+
+    def status(self) -> str:
+        """The step, the running loss and accuracy, and the time left."""
+        state, total, text = self._state, self._run.plan.steps, f"{self._activity} …"
+        if self._activity == "training" and (lately := self._step_seconds[-_MEDIAN_STEPS:]):
+            images, left = max(1, state.num_images), statistics.median(lately)
+            text = (
+                f"training loss {state.loss_sum / images:.3f}, top-1 "
+                f"{100 * state.num_correct / images:.1f}%, {self.images_per_second():.0f} images/s"
+            )
+            if total != UNDECIDED:
+                text += f", {format_duration(left * (total - state.step))} left"
+        return f"step {state.step}{'' if total == UNDECIDED else f'/{total}'}: {text}"
 
     def log_step(self, state: TrainState, seconds: float) -> None:
         """Record a step that took `seconds`.
@@ -128,28 +168,20 @@ class Recorder:
         """
         self._run_folder.lock.check()
         self._checkpoints.check()
+        self._state = state
         self._timed_seconds += seconds
         self._timed_steps += 1
-        self._step = state.step
         self._step_seconds.append(seconds)
-        if self._progress.is_due(state.step):
-            images, total = max(1, state.num_images), self._progress.total
-            left = statistics.median(self._step_seconds[-_MEDIAN_STEPS:]) * (total - state.step)
-            self._progress.log_step(
-                f"training loss {state.loss_sum / images:.3f}, top-1 "
-                f"{100 * state.num_correct / images:.1f}%, {self.images_per_second():.0f} images/s"
-                + ("" if total == UNDECIDED else f", {format_duration(left)} left")
-            )
 
     def images_per_second(self) -> float:
         """Training speed since the last evaluation."""
-        images = len(self._step_seconds) * self._run.plan.batch_size
-        return images / sum(self._step_seconds) if self._step_seconds else 0.0
+        seconds = self._step_seconds
+        return len(seconds) * self._run.plan.batch_size / sum(seconds) if seconds else 0.0
 
     def log_evaluation(self, row: dict[str, Any], images: int, seconds: float) -> None:
         """Record an evaluation on `images` images that took `seconds`."""
         self._run_folder.lock.check()
-        self._progress.activity = "training"
+        self._activity = "training"
         timing = {
             "step": row["step"],
             "seconds": round(self.seconds, 3),
@@ -159,10 +191,6 @@ class Recorder:
         }
         self._metrics.append(row)
         self._timing.append(timing)
-        if self._board is not None:
-            found = row | timing
-            tagged = {tag: found[name] for name, tag in _TAGS.items() if found[name] is not None}
-            self._board.log_metrics(tagged, row["step"])
         train = "" if row["train_loss"] is None else f"training loss {row['train_loss']:.3f}, "
         top5 = f"top-5 {row['top5']:.2f}%, " if len(self._run.splits.classes) > 5 else ""
         self.log(
@@ -171,11 +199,11 @@ class Recorder:
             f"loss {row['val_loss']:.3f} on {images} images, "
             f"{timing['images_per_second']:.0f} images/s"
         )
-        self._step_seconds.clear()
+        self._step_seconds = []
 
     def evaluating(self, images: int) -> None:
         """Say in progress lines that an evaluation on `images` images has begun."""
-        self._progress.activity = f"evaluating on {images:,} images"
+        self._activity = f"evaluating on {images:,} images"
 
     def write_predictions(self, collector: PredictionCollector) -> None:
         """Write predictions.csv."""
@@ -188,8 +216,7 @@ class Recorder:
         Raises:
             CheckpointNotSaved: if the previous checkpoint could not be written.
         """
-        folder = self._folder
-        rows = self._metrics.text.partition("\n")[2]
+        folder, rows = self._folder, self._metrics.rows
         self._checkpoints.start({**checkpoint, "metrics": rows, "data": self._images})
         skipped = checkpoint["progress"]["skipped"]
         if len(skipped) > self._skipped:
@@ -233,14 +260,14 @@ class Recorder:
         """Write result.json and return its content; `row` evaluates the kept weights."""
         folder = self._folder
         run, config, seconds = self._run, self._run.config, self.seconds
-        seen = self._step * run.plan.batch_size
+        steps = self._state.step
         result = {
             "model": config.model.name,
             "recipe": config.recipe,
             "dataset": config.data.dataset,
             "fraction": config.data.fraction,
             "seed": config.seed,
-            "steps": self._step,
+            "steps": steps,
             "best_step": row["step"],
             **{name: row[name] for name in ("top1", "top5", "val_loss")},
             "parameters": run.parameters,
@@ -249,74 +276,23 @@ class Recorder:
             "val_images": len(run.splits.val),
             "images": self._images,
             "seconds": round(seconds, 3),
-            "images_per_second": round(seen / seconds, 1) if seconds else None,
+            "images_per_second": round(steps * run.plan.batch_size / seconds, 1)
+            if seconds
+            else None,
         }
         folder.write_json(folder.result_file, result)
-        best = f" at step {row['step']}" if row["step"] < self._step else ""
+        best = f" at step {row['step']}" if row["step"] < steps else ""
         self.log(f"finished in {format_duration(seconds)}: top-1 {row['top1']:.2f}%{best}")
         return result
 
     def close(self) -> None:
-        """Close TensorBoard's log, and wait for the last checkpoint.
+        """End the progress lines, and wait for the last checkpoint.
 
         Raises:
             CheckpointNotSaved: if the last checkpoint could not be written.
         """
-        self._progress.close()
-        if self._board is not None:
-            self._board.finalize("success")
-        self.wait_until_saved()
-
-
-class Progress:
-    """Lines on the progress of a run.
-
-    Args:
-        total: total steps; `UNDECIDED` in a run of minutes until its decay begins.
-        step: steps already finished.
-        quiet: print nothing.
-
-    Attributes:
-        activity: what is being done.
-    """
-
-    def __init__(self, total: int, step: int, quiet: bool) -> None:
-        self.quiet, self.total, self.activity = quiet, total, "training"
-        self._first = self._step = step
-        self._printed = time.monotonic()
-        self._news = contextlib.ExitStack()
-        if not quiet:
-            self._news.enter_context(repeating(self._tell))
-
-    def _tell(self) -> None:
-        """Print what is being done, if nothing was printed lately."""
-        if time.monotonic() - self._printed > SECONDS / 2:
-            self.log_step(f"{self.activity} …")
-
-    def log(self, text: str) -> None:
-        """Print a line."""
-        if self.quiet:
-            return
-        self._printed = time.monotonic()
-        try:
-            print(printable(text, keep="\n"), file=sys.stderr, flush=True)
-        except OSError:  # the terminal was closed: the run continues
-            self.quiet = True
-
-    def log_step(self, text: str) -> None:
-        """Print a line that begins with the step."""
-        of = "" if self.total == UNDECIDED else f"/{self.total}"
-        self.log(f"step {self._step}{of}: {text}")
-
-    def is_due(self, step: int) -> bool:
-        """Whether to print a line after `step` steps."""
-        self._step = step
-        late = time.monotonic() - self._printed > SECONDS
-        return not self.quiet and (late or step == self._first + _MEDIAN_STEPS)
-
-    def close(self) -> None:
-        """Print no more news."""
         self._news.close()
+        self.wait_until_saved()
 
 
 def peak_memory_mb() -> int:

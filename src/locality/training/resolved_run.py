@@ -89,7 +89,7 @@ class ResolvedRun:
             model.reset_classifier(len(self.splits.classes))
         parameter_groups(model, config.optim)  # refuses a layer decay that the model cannot have
         self.device_type = devices.resolve_accelerator(config.engine.accelerator)
-        self.processes, nodes = devices.process_layout(config.engine, self.device_type)
+        self.processes, nodes = devices.process_layout()
         self.world_size = self.processes * nodes
         self.micro_batch = config.micro_batch(self.world_size)
         self.macs = count_macs(model)

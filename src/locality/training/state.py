@@ -23,12 +23,11 @@ class TrainState:
     """The counters of a run, saved with every checkpoint.
 
     Attributes:
-        step: updates finished, including skipped ones.
+        step: updates finished.
         evaluated: step of the last evaluation; -1 before the first.
         loss_sum, num_correct, num_images: sums over training images since the last evaluation.
         row: the last evaluation.
         best: the best evaluation, if the run keeps its best weights.
-        bad_losses: updates skipped.
         skipped: images that could not be read, name → reason.
     """
 
@@ -39,7 +38,6 @@ class TrainState:
     num_images: int = 0
     row: dict[str, Any] = field(default_factory=dict)
     best: dict[str, Any] = field(default_factory=dict)
-    bad_losses: int = 0
     skipped: dict[str, str] = field(default_factory=dict)
 
 

@@ -132,8 +132,9 @@ def test_two_processes_search_together(tmp_path):
         for name, value in TINY.items()
         if isinstance(value, int | str)
     ]
-    words += ["--engine.devices=2", "--engine.accelerator=cpu", "--quiet"]
-    command = [sys.executable, "-m", "locality", "search", "digits", "--output", str(tmp_path)]
+    words += ["--engine.accelerator=cpu", "--quiet", "--output", str(tmp_path)]
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", *torchrun, "-m", "locality", "search", "digits"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run([*command, *words], check=True, env=environment, timeout=300)
     assert read_json(tmp_path / "result.json")["macs"] <= 4e6
