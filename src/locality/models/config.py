@@ -101,10 +101,10 @@ class Architecture:
         Raises:
             UserError: for an unknown field (suggesting the nearest) or an invalid value.
         """
-        given = {name: value for name, value in fields.items() if value is not None}
+        changed = {n: x for n, x in fields.items() if x not in (None, getattr(self, n, None))}
         own = [field.name for field in dataclasses.fields(self)]
-        check_known(f"setting of {self.name or self.title}", given, own, UnknownSetting)
-        return dataclasses.replace(self, **given) if given else self
+        check_known(f"setting of {self.name or self.title}", changed, own, UnknownSetting)
+        return dataclasses.replace(self, **changed) if changed else self
 
 
 def signature_diff(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
@@ -238,12 +238,6 @@ class StageConfig(NamedTuple):
     qkv_bias: bool
     use_pos_embed: bool
     drop_path_rate: float
-
-    def grid(self, size: Grid) -> Grid:
-        """The token grid of the stage for an image or token map of `size` (Eq. 1)."""
-        return projected_grid(
-            size, "conv", self.embed_kernel, self.embed_stride, self.embed_padding
-        )
 
 
 _PER_BLOCK = ("mlp_ratio", "kv_stride")
@@ -394,11 +388,11 @@ class CvTConfig(Architecture):
                 f"an image of {size[0]}×{size[1]} pixels is too small for the strides of these "
                 f"stages; the smallest is {least}×{least}"
             )
-        grid, grids = (size[0], size[1]), []
+        grids = [(size[0], size[1])]
         for stage in self.stages:
-            grid = stage.grid(grid)
-            grids.append(grid)
-        return grids
+            window = (stage.embed_kernel, stage.embed_stride, stage.embed_padding)
+            grids.append(projected_grid(grids[-1], "conv", *window))
+        return grids[1:]
 
     def weight_signature(self) -> dict[str, Any]:
         """As `Architecture.weight_signature`, with the values of each stage and block."""

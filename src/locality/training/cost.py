@@ -55,7 +55,9 @@ def time_loading(run: ResolvedRun) -> float:
         return (time.perf_counter() - started) / _LOADING_IMAGES
 
 
-def time_step(config: RunConfig, classes: int, batch_size: int, precision: str = "fp32") -> float:
+def time_step(
+    config: RunConfig, classes: int, macs: int, batch_size: int, precision: str = "fp32"
+) -> float:
     """Seconds per image of the fastest of three training steps on random images.
 
     The fastest is the one least disturbed by other processes.
@@ -63,13 +65,13 @@ def time_step(config: RunConfig, classes: int, batch_size: int, precision: str =
     Args:
         config: only its model, optimiser and accelerator matter.
         classes: number of classes.
+        macs: multiply-accumulates of training on an image.
         batch_size: images per step; large models are timed on fewer.
         precision: a resolved precision.
     """
     device = torch.device(resolve_accelerator(config.engine.accelerator))
     network = build_model(config, classes).to(device).train()
     optimizer = create_optimizer(network, config.optim, config.engine.batch_size)
-    macs = STEP_FORWARDS * forward_macs(config.model, classes)
     images = int(min(batch_size, max(1, _TIMING_MACS // macs)))
     batch = torch.randn(images, 3, *network.img_size, device=device)
     durations: list[float] = []
@@ -96,10 +98,10 @@ def training_speed(config: RunConfig, classes: int, threads: int) -> float:
     """
     named = config.model.name, threads
     if named not in _SPEEDS:
-        alone = RunConfig(model=config.model)
+        alone, macs = RunConfig(model=config.model), forward_macs(config.model, classes)
         with arithmetic_threads(threads):
-            seconds = time_step(alone, classes, config.engine.batch_size)
-        _SPEEDS[named] = STEP_FORWARDS * forward_macs(config.model, classes) / seconds
+            seconds = time_step(alone, classes, STEP_FORWARDS * macs, config.engine.batch_size)
+        _SPEEDS[named] = STEP_FORWARDS * macs / seconds
     return _SPEEDS[named]
 
 
@@ -195,7 +197,8 @@ def dry_run(config: RunConfig, folder: Path | str | None = None) -> str:
     run.check_start()
     reading = max(1, config.data.workers * run.world_size) / time_loading(run)
     with arithmetic_threads(config.engine.threads):
-        seconds = time_step(config, len(run.splits.classes), run.micro_batch, run.precision)
+        classes, macs = len(run.splits.classes), STEP_FORWARDS * run.macs
+        seconds = time_step(config, classes, macs, run.micro_batch, run.precision)
     computing = run.world_size / seconds
     # Without workers, reading and computing take turns.
     rate = min(reading, computing) if config.data.workers else 1 / (1 / reading + 1 / computing)

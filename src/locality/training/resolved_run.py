@@ -63,7 +63,7 @@ class ResolvedRun:
         # Check the settings before a large dataset is read.
         check_optimizer(config.optim)
         check_teacher(config.objective.teacher)
-        model = meta_model(config)
+        self._model = model = meta_model(config)
         self.config = config
         self.splits = splits or open_data(config.data, config.seed, classes)
         if not len(self.splits.val):
@@ -149,9 +149,8 @@ class ResolvedRun:
         Measured on a forward pass with fake tensors.
         """
         kind = "cuda" if self.device_type == "cuda" else "cpu"
-        model = meta_model(self.config, len(self.splits.classes)).train()
-        # Fake tensors select the kernels of the real device, which determine what is saved. The
-        # model is built before, since initialisation needs values.
+        model = self._model.train()
+        # Fake tensors select the kernels of the real device, which determine what is saved.
         with FakeTensorMode(allow_non_fake_inputs=True), torch.device(kind):
             model.to_empty(device=kind)
             images = torch.empty(self.micro_batch, 3, *self.img_size)
