@@ -18,7 +18,6 @@ inside blocks are not called. Gradients are those of the plain forward pass.
 from __future__ import annotations
 
 import itertools
-import platform
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -31,6 +30,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from locality.layers.block import Block, run
 from locality.layers.grid import Grid
 from locality.layers.position import Separable, axis_scores, check_grid, in_full
+from locality.machine import processor_name
 
 # Below this many input elements, the overhead of the convolution (10 to 50 µs) exceeds its gain.
 _MIN_ELEMENTS = 2**16
@@ -41,19 +41,10 @@ PositionalPart = tuple[Tensor, Separable]
 """Token-independent terms of GPSA: σ(λ), (h, 1, 1), and positional attention."""
 
 
-def _prefer_onednn() -> bool:
-    """Whether this is an AMD processor with AVX-512, and oneDNN is available."""
-    libraries = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    if not libraries or torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return False
-    try:
-        with open("/proc/cpuinfo") as file:
-            return any("AuthenticAMD" in line for line in file)
-    except OSError:
-        return "AuthenticAMD" in platform.processor()
-
-
-_USE_ONEDNN = _prefer_onednn()
+_HAS_AVX512 = (
+    torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+)
+_USE_ONEDNN = _HAS_AVX512 and torch.backends.mkl.is_available() and "AMD" in processor_name()
 
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:
@@ -88,10 +79,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         and q.dtype == torch.bfloat16
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
-        and not torch.compiler.is_exporting()
         and q.shape[:3].numel() * k.shape[2] <= _MAX_ENTRIES
-        and torch.backends.mkldnn.is_available()
-        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and _HAS_AVX512
     ):
         return F.scaled_dot_product_attention(q, k, v)
     queries, keys, values = (part.flatten(0, 1) for part in (q * q.shape[-1] ** -0.5, k, v))

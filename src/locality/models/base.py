@@ -29,7 +29,7 @@ class ImageClassifier(TimmInterface):
         num_features: width of the final features; also `embed_dim` and `head_hidden_size`.
         num_prefix_tokens: p of the final tokens.
         pretrained_cfg: timm's data configuration; set by `create_model` and `load`.
-        shortcuts: compute `forward` as `faster` does; set by training and `fuse`.
+        shortcuts: compute `forward` by `faster_features`; set by training and `fuse`.
     """
 
     pretrained_cfg: dict[str, Any]
@@ -47,7 +47,8 @@ class ImageClassifier(TimmInterface):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) → logits (B, num_classes)."""
-        return self.faster(x) if self.shortcuts else self.forward_head(self.forward_features(x))
+        features = self.faster_features if self.shortcuts else self.forward_features
+        return self.forward_head(features(x))
 
     def forward_features(self, x: Tensor, maps: list[Tensor] | None = None) -> Tensor:
         """(B, C, H, W) → normalised tokens (B, p + N, width), the class token first.
@@ -67,22 +68,19 @@ class ImageClassifier(TimmInterface):
         x = self.head_drop(x)
         return x if pre_logits else self.head(x)
 
-    def faster(self, x: Tensor) -> Tensor:
-        """`forward` with the shortcuts of `layers/fast.py`; gradients agree too.
-
-        Modules inside blocks are not called, so hooks on them are not either.
-        """
-        return self.forward_head(self.faster_features(x))
-
     def faster_features(self, x: Tensor) -> Tensor:
-        """`forward_features`, or only its class token if the classifier reads no other."""
+        """`forward_features`, or only its class token if the classifier reads no other.
+
+        It takes the shortcuts of `layers/fast.py`: modules inside blocks are not called, so hooks
+        on them are not either. Gradients agree too.
+        """
         raise NotImplementedError
 
     def fuse(self) -> Self:
         """A faster copy for evaluation, with the same logits up to rounding.
 
-        It takes the shortcuts of `faster`, and merges layers (`fast.fold`). The copy cannot train;
-        load weights before fusing.
+        It takes the shortcuts of `faster_features`, and merges layers (`fast.fold`). The copy
+        cannot train; load weights before fusing.
         """
         fused = copy.deepcopy(self).eval().requires_grad_(False)
         fast.fold(fused)

@@ -14,13 +14,7 @@ from msgspec import Meta
 
 from locality import checks
 from locality.errors import UnknownSetting, UserError, check_known, unknown
-from locality.layers.grid import (
-    AttentionScale,
-    Grid,
-    ProjectionName,
-    check_heads,
-    projected_grid,
-)
+from locality.layers.grid import AttentionScale, Grid, ProjectionName, check_heads, projected_grid
 from locality.settings import check, setting, settings_of, with_role
 
 PositionalAttention = Literal["gpsa", "psa"]
@@ -452,15 +446,22 @@ class TimmConfig:
         return self.name.removeprefix(PREFIX)
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """timm's arguments; models that take any image size are not given one."""
+        fixed = _pretrained_cfg(self.timm_name).fixed_input_size
+        size = {"img_size": self.img_size} if fixed else {}
+        return {"num_classes": self.num_classes, "in_chans": self.in_chans} | self.settings | size
+
+    @property
     def classifiers(self) -> tuple[str, ...]:
         """Names of the classifiers: distilled models have two."""
-        names = pretrained_cfg(self.timm_name).classifier or ()
+        names = _pretrained_cfg(self.timm_name).classifier or ()
         return tuple(f"model.{name}" for name in ([names] if isinstance(names, str) else names))
 
     @property
     def stem(self) -> str:
         """Name of the first convolution, of several the first; "model." if timm names none."""
-        names = pretrained_cfg(self.timm_name).first_conv or ("",)
+        names = _pretrained_cfg(self.timm_name).first_conv or ("",)
         return f"model.{names if isinstance(names, str) else names[0]}"
 
     def embeddings(self) -> dict[str, Grid]:
@@ -475,7 +476,7 @@ class TimmConfig:
         """timm's data configuration of the model: input size, mean, std, interpolation, crop."""
         from timm.data import resolve_data_config
 
-        return resolve_data_config(pretrained_cfg=pretrained_cfg(self.timm_name).to_dict())
+        return resolve_data_config(pretrained_cfg=_pretrained_cfg(self.timm_name).to_dict())
 
     @classmethod
     def named(cls, name: str) -> TimmConfig:
@@ -484,7 +485,7 @@ class TimmConfig:
         Raises:
             UserError: if timm has no model of this name.
         """
-        cfg = pretrained_cfg(name.removeprefix(PREFIX))
+        cfg = _pretrained_cfg(name.removeprefix(PREFIX))
         return cls(name=name, num_classes=cfg.num_classes, img_size=cfg.input_size[1:])
 
     def with_overrides(self, **fields: Any) -> TimmConfig:
@@ -511,8 +512,7 @@ def _number(value: Any) -> Any:
     return int(number) if number.is_integer() else number if math.isfinite(number) else value
 
 
-def pretrained_cfg(name: str) -> Any:
-    """What timm records of its model of this name, as far as it does."""
+def _pretrained_cfg(name: str) -> Any:
     from timm.models import PretrainedCfg, get_pretrained_cfg
 
     return get_pretrained_cfg(name) or PretrainedCfg()

@@ -41,7 +41,7 @@ from locality.models import base
 from locality.models.base import ImageClassifier
 from locality.models.config import CvTConfig, StageConfig
 
-_NORM_EPS = 1e-5
+_EPS = 1e-5
 
 
 def tokens_to_image(tokens: Tensor, grid: Grid) -> Tensor:
@@ -85,7 +85,7 @@ class ConvolutionalEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.conv = nn.Conv2d(in_chans, dim, kernel_size, stride, padding)
-        self.norm = nn.LayerNorm(dim, eps=_NORM_EPS)
+        self.norm = nn.LayerNorm(dim, eps=_EPS)
 
     def forward(self, image: Tensor) -> Tensor:
         """(B, C_in, H_in, W_in) → tokens (B, N, C) on the grid of Eq. 1."""
@@ -253,8 +253,7 @@ class Stage(nn.Module):
         self.native_grid = grid
         kernel, stride, padding = config.embed_kernel, config.embed_stride, config.embed_padding
         self.embed = ConvolutionalEmbedding(in_chans, width, kernel, stride, padding)
-        patches = grid[0] * grid[1]
-        self.pos_embed = base.embedding(patches, width) if config.use_pos_embed else None
+        self.pos_embed = base.embedding(grid[0] * grid[1], width) if config.use_pos_embed else None
         self.cls_token = base.embedding(1, width) if class_token else None
         act, drop = _ACTIVATIONS[model.activation], model.proj_drop_rate
         self.blocks = nn.ModuleList()
@@ -265,9 +264,7 @@ class Stage(nn.Module):
             windows = (config.projection, config.projection_kernel, kv_stride, config.qkv_bias)
             scaled = (model.attention_scale, config.kv_padding, drop, class_token)
             attention = ConvolutionalAttention(width, config.num_heads, *windows, *scaled)
-            self.blocks.append(
-                Block(width, attention, mlp_ratio, act, _NORM_EPS, drop, step * index)
-            )
+            self.blocks.append(Block(width, attention, mlp_ratio, act, _EPS, drop, step * index))
 
     def forward(self, image: Tensor, grid: Grid) -> Tensor:
         """(B, C_in, H_in, W_in) → tokens (B, p + N, C) on `grid`."""
@@ -301,7 +298,7 @@ class ConvolutionalVisionTransformer(ImageClassifier):
             Stage(stage, inputs[i], grids[i], config.has_class_token and i == last, config)
             for i, stage in enumerate(config.stages)
         )
-        self.norm = nn.LayerNorm(width, eps=_NORM_EPS)
+        self.norm = nn.LayerNorm(width, eps=_EPS)
         self.head_drop = nn.Dropout(config.drop_rate)
         self.head = make_head(width, config.num_classes)
 
@@ -330,17 +327,14 @@ class ConvolutionalVisionTransformer(ImageClassifier):
         cancels. So does BatchNorm's bias on the keys, unless a class token skips it. If the
         classifier reads the class token, the last block's convolved queries are unused.
         """
-        unused: list[Any] = []
-        for module in self.modules():
+        unused = set()
+        for name, module in self.named_modules():
             if isinstance(module, ConvolutionalAttention):
-                last = module
-                unused.append(module.k.linear.bias)
-                if not module.class_token and module.k.projection == "conv":
-                    unused.append(module.k.norm.bias)
-        if self.config.global_pool == "token" and last.class_token and last.q.projection == "conv":
-            unused += [*last.q.conv.parameters(), *last.q.norm.parameters()]
-        chosen = {id(parameter) for parameter in unused}
-        return {name for name, parameter in self.named_parameters() if id(parameter) in chosen}
+                last = name if module.class_token else ""
+                unused |= {f"{name}.k.linear.bias", *([] if last else [f"{name}.k.norm.bias"])}
+        if last and self.config.global_pool == "token":
+            unused |= {f"{last}.q.{part}" for part in ("conv.weight", "norm.weight", "norm.bias")}
+        return unused & {name for name, _ in self.named_parameters()}
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:

@@ -13,14 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from locality.errors import UnknownSetting, UserError, wrap_errors
 from locality.models.base import ImageClassifier
-from locality.models.config import (
-    Architecture,
-    CvTConfig,
-    TimmConfig,
-    ViTConfig,
-    pretrained_cfg,
-    to_2tuple,
-)
+from locality.models.config import Architecture, CvTConfig, TimmConfig, ViTConfig, to_2tuple
 from locality.models.convit import VisionTransformer
 from locality.models.cvt import ConvolutionalVisionTransformer
 from locality.models.variants import named
@@ -35,16 +28,8 @@ class TimmModel(ImageClassifier):
 
     def __init__(self, config: TimmConfig) -> None:
         super().__init__(config, 0)
-        settings: dict[str, Any] = dict(config.settings)
-        if pretrained_cfg(config.timm_name).fixed_input_size:
-            settings |= {"img_size": config.img_size}
         try:
-            self.model: Any = timm.create_model(
-                config.timm_name,
-                num_classes=config.num_classes,
-                in_chans=config.in_chans,
-                **settings,
-            )
+            self.model: Any = timm.create_model(config.timm_name, **config.arguments)
         except TypeError as error:
             raise UnknownSetting(f"{config.name}: {error}") from error
         except (AssertionError, LookupError, RuntimeError, ValueError) as error:
@@ -55,8 +40,6 @@ class TimmModel(ImageClassifier):
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) → logits (B, num_classes)."""
         return self.model(x)
-
-    faster = forward
 
     def forward_features(self, x: Tensor, maps: list[Tensor] | None = None) -> Tensor:
         """(B, C, H, W) → timm's features, a map or tokens."""
@@ -137,12 +120,10 @@ def build(model: str | Architecture | TimmConfig, **overrides: Any) -> ImageClas
     Raises:
         UserError: for an unknown name or field (suggesting the nearest), or a value out of range.
     """
-    config = named(model, **overrides) if isinstance(model, str) else model
+    config = named(model) if isinstance(model, str) else model
     if type(config) not in MODELS:
         raise UserError(f"a model is built from a name or a configuration, not from {model!r}")
-    made = MODELS[type(config)](
-        config if isinstance(model, str) else config.with_overrides(**overrides)
-    )
+    made = MODELS[type(config)](config.with_overrides(**overrides))
     made.variant = model if isinstance(model, str) else None
     return made
 

@@ -9,14 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from locality.errors import UserError, lookup, near
-from locality.models.config import (
-    PREFIX,
-    Architecture,
-    CvTConfig,
-    TimmConfig,
-    ViTConfig,
-    signature_diff,
-)
+from locality.models.config import PREFIX, CvTConfig, TimmConfig, ViTConfig, signature_diff
 
 
 @dataclass(frozen=True)
@@ -56,7 +49,6 @@ def _cvt(
     baseline: str | None = None,
     *,
     strides: tuple[int, ...] = (4, 2, 2),
-    drop_path: float = 0.0,
     **fields: Any,
 ) -> Variant:
     config = CvTConfig(
@@ -69,7 +61,6 @@ def _cvt(
         # gets 3 and 1, so that tokens overlap.
         embed_kernel=tuple(max(3, 2 * stride - 1) for stride in strides),
         embed_padding=tuple(max(1, stride // 2) for stride in strides),
-        drop_path_rate=drop_path,
         **fields,
     )
     return Variant(name, "cvt", config, source, baseline)
@@ -94,6 +85,7 @@ _NAS = "a reconstruction in CvT §4.2's search space; the authors never publishe
 _BOTTLENECK: dict[str, Any] = {
     "kv_stride": (2, (2, 2), (2, 1, 1, 1, 1, 2, 2, 2, 2, 2)),
     "mlp_ratio": (2.0, (2.0, 2.0), (4.0,) * 6 + (2.0,) * 4),
+    "drop_path_rate": 0.1,
 }
 
 _ROWS = [
@@ -120,10 +112,10 @@ _ROWS = [
     _vit("deit_micro",           9,  144, _SMALL, "convit_micro", **_MICRO),
     _vit("deit_mini",            9,  216, _SMALL, "convit_mini", **_MINI),
     #    name        widths          heads      depths      source
-    _cvt("cvt_13",  (64, 192, 384),   (1, 3, 6),   (1, 2, 10), _CVT_TABLE_2, drop_path=0.1),
-    _cvt("cvt_21",  (64, 192, 384),   (1, 3, 6),   (1, 4, 16), _CVT_TABLE_2, drop_path=0.1),
-    _cvt("cvt_w24", (192, 768, 1024), (3, 12, 16), (2, 2, 20), _CVT_TABLE_2, drop_path=0.3),
-    _cvt("cvt_13_nas", (64, 192, 384), (1, 3, 6), (1, 2, 10), _NAS, drop_path=0.1, **_BOTTLENECK),
+    _cvt("cvt_13",  (64, 192, 384),   (1, 3, 6),   (1, 2, 10), _CVT_TABLE_2, drop_path_rate=0.1),
+    _cvt("cvt_21",  (64, 192, 384),   (1, 3, 6),   (1, 4, 16), _CVT_TABLE_2, drop_path_rate=0.1),
+    _cvt("cvt_w24", (192, 768, 1024), (3, 12, 16), (2, 2, 20), _CVT_TABLE_2, drop_path_rate=0.3),
+    _cvt("cvt_13_nas", (64, 192, 384), (1, 3, 6), (1, 2, 10), _NAS, **_BOTTLENECK),
     _cvt("cvt_pico",  (24, 48, 84), (1, 2, 4), (1, 1, 1), _SMALL, strides=(1, 2, 1),
          img_size=8, num_classes=10),
     _cvt("cvt_nano",  (24, 60, 84), (1, 2, 4), (1, 1, 1), _SMALL, "convit_nano", strides=(1, 2, 1),
@@ -202,7 +194,7 @@ def identify(config: Any) -> tuple[str | None, Any]:
     return None, config
 
 
-def nearest(config: Architecture) -> str:
+def nearest(config: Any) -> str:
     """The name of the model that differs least from a configuration."""
     alike = {n: row.config for n, row in VARIANTS.items() if type(row.config) is type(config)}
     return min(alike, key=lambda name: len(signature_diff(alike[name], config)))
