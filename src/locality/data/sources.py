@@ -53,23 +53,25 @@ class ImageSource(ABC):
     Attributes:
         labels: (n,) int64, the class of each image.
         pixels: (n, 3, H, W) uint8 tensor if all images are in memory and of one size, else None.
+        decoding: how encoded images are decoded.
         numbered: whether the classes are numbers without names.
     """
 
     labels: npt.NDArray[np.int64]
     pixels: torch.Tensor | None = None
     numbered: bool = False
+    decoding: Decoding = DEFAULT_DECODING
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    @abstractmethod
     def read(self, index: int) -> Image.Image:
         """Image `index` in RGB.
 
         Raises:
             BadImage: the image cannot be decoded.
         """
+        return decode(self.read_bytes(index), self.decoding)
 
     def read_bytes(self, index: int) -> bytes:
         """The encoded image; empty if there is none."""
@@ -199,9 +201,6 @@ class FileSource(ImageSource):
         self.labels = np.asarray(labels, dtype=np.int64)
         self.decoding = decoding
 
-    def read(self, index: int) -> Image.Image:
-        return decode(self.read_bytes(index), self.decoding)
-
     def path(self, index: int) -> str:
         """The path of image `index` relative to the root."""
         return os.fsdecode(self._paths[index])
@@ -229,7 +228,6 @@ class Examined(NamedTuple):
         fault: why it cannot be decoded; "" if it can.
         digest: the same for equal pixels; of 16-bit greys, for equal files.
         width, height: in pixels.
-        mode: the file's colour mode.
         bits: (used, available) bits of a 16-bit grey.
     """
 
@@ -237,7 +235,6 @@ class Examined(NamedTuple):
     digest: int = 0
     width: int = 0
     height: int = 0
-    mode: str = ""
     bits: tuple[int, int] | None = None
 
 
@@ -252,7 +249,7 @@ def examine(source: ImageSource) -> Iterator[Examined]:
             data = source.read_bytes(index) if bits else f"{image.size}".encode() + image.tobytes()
         except BadImage as error:
             return Examined(str(error))
-        return Examined("", _digest(data), *image.size, image.info.get("mode", image.mode), bits)
+        return Examined("", _digest(data), *image.size, bits)
 
     with warnings.catch_warnings():  # decoding suppresses them, which is not thread-safe
         yield from in_threads(examined, range(len(source)))

@@ -27,10 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 
 from locality.data.config import DataConfig, Decoding
-from locality.data.decoding import BadImage, decode, read_bytes
+from locality.data.decoding import BadImage, read_bytes
 from locality.data.folder import (
     class_name,
     is_inside,
@@ -62,22 +61,24 @@ def open_table(config: DataConfig) -> tuple[list[str], FileSource, FileSource | 
     Args:
         config: its root is the file, or a folder with a `labels.csv`; image paths are relative to
             that folder. `image_column` and `label_column` name other columns than "image" and
-            "label", or number them from 1; if the image column is a number, there is no heading.
+            "label", or, without a heading, number them from 1.
     """
     path = Path(config.root or "").expanduser()
     path = path / TABLE if path.is_dir() else path
     if not path.exists():
         raise UserError(f"no table of images '{path}'; give the table or its folder as root")
-    rows = _rows(path)
-    heading, first = _heading(path, config, rows)
-    columns = _columns(path, config, heading)
+    rows = list(_rows(path))
+    if not rows:
+        raise UserError(f"'{path}' is empty; {_EXAMPLE}")
+    columns, heading = _columns(path, config, rows[0][1])
     lines: dict[str, int] = {}
     images, labels, parts = list[str](), list[str](), list[str | None]()
-    for line, row in chain(first, rows):
+    for line, row in rows[heading:]:
         where = f"line {line} of '{path}'"
-        if len(row) != len(heading):
+        if len(row) != len(rows[0][1]):
             raise UserError(
-                f"{where} has {len(row)} columns, the first row {len(heading)}: {' '.join(row)!r}"
+                f"{where} has {len(row)} columns, the first row {len(rows[0][1])}: "
+                f"{' '.join(row)!r}"
             )
         image, label, part = (None if column is None else row[column] for column in columns)
         assert image is not None and label is not None
@@ -126,34 +127,24 @@ def has_table(folder: Path) -> bool:
     return False
 
 
-def _heading(
-    path: Path, config: DataConfig, rows: Iterator[tuple[int, list[str]]]
-) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """The names of the columns, and the first row if it holds an image instead of them."""
-    line, first = next(rows, (0, []))
-    if not first:
-        raise UserError(f"'{path}' is empty; {_EXAMPLE}")
-    if (config.image_column or "").isdecimal():
-        return ["" for _ in first], [(line, first)]
-    return [name.casefold() for name in first], []
-
-
-def _columns(path: Path, config: DataConfig, heading: list[str]) -> tuple[int, int, int | None]:
-    """The indices of the columns of images, classes and splits."""
-    indices = []
-    for option, usual in (("image_column", "image"), ("label_column", "label")):
-        name = getattr(config, option) or usual
-        if heading.count(name.casefold()) == 1:
-            indices.append(heading.index(name.casefold()))
-        elif name.isdecimal() and 1 <= int(name) <= len(heading):
-            indices.append(int(name) - 1)
-        else:
+def _columns(
+    path: Path, config: DataConfig, first: list[str]
+) -> tuple[tuple[int, int, int | None], bool]:
+    """The indices of the columns of images, classes and splits; whether `first` is a heading."""
+    names = [config.image_column or "image", config.label_column or "label"]
+    heading = not names[0].isdecimal()
+    named = (
+        [cell.casefold() for cell in first] if heading else [*map(str, range(1, len(first) + 1))]
+    )
+    for name in names:
+        if named.count(name.casefold()) != 1:
             raise UserError(
-                f"line 1 of '{path}' names no column '{name}' ({', '.join(heading)}); {_EXAMPLE}, "
-                f"or name the columns by --data.image_column and --data.label_column (1 and 2 "
-                f"without a heading)"
+                f"line 1 of '{path}' names no column '{name}' ({', '.join(first)}); {_EXAMPLE}, or "
+                f"name the columns by --data.image_column and --data.label_column (1 and 2 without "
+                f"a heading)"
             )
-    return indices[0], indices[1], heading.index("split") if "split" in heading else None
+    image, label = (named.index(name.casefold()) for name in names)
+    return (image, label, named.index("split") if "split" in named else None), heading
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -211,9 +202,6 @@ class ArrowSource(ImageSource):
         self.decoding = decoding
         self._files = files
         self._inside = inside
-
-    def read(self, index: int) -> Image.Image:
-        return decode(self.read_bytes(index), self.decoding)
 
     def read_bytes(self, index: int) -> bytes:
         cell = self._cell(index)

@@ -6,7 +6,6 @@ reported before the first step, not at the first evaluation.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +36,6 @@ class CheckReport:
         empty_classes: classes without images, per split.
         duplicates: (training file, validation file) with the same content.
         repeats: (earlier file, file) of the same split with the same content.
-        modes: number of images per colour mode ("RGB", "L", "CMYK", …).
         sizes: minimum, 5%, median, 95% and maximum of "width" and "height" in pixels.
         cropped: mean share of an image's pixels outside its largest centre square.
         greys: advice on 16-bit greys that leave bits unused, if any.
@@ -52,7 +50,6 @@ class CheckReport:
     empty_classes: dict[str, list[str]] = field(default_factory=dict)
     duplicates: list[tuple[str, str]] = field(default_factory=list)
     repeats: list[tuple[str, str]] = field(default_factory=list)
-    modes: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, list[int]] = field(default_factory=dict)
     cropped: float = 0.0
     greys: str = ""
@@ -77,9 +74,6 @@ class CheckReport:
         for side, values in self.sizes.items():
             spread = " · ".join(map(str, values))
             text.append(f"{side} (least · 5% · median · 95% · greatest): {spread} pixels")
-        if self.modes:
-            modes = ", ".join(f"{number:,} {mode}" for mode, number in self.modes.items())
-            text.append(f"colour modes: {modes}")
         if self.cropped >= 0.005:
             squashed = "; `locality train FOLDER` squashes them" * (self.cropped > MOST_CROPPED)
             text.append(f"a square centre crop drops {self.cropped:.0%} of the pixels{squashed}")
@@ -143,7 +137,6 @@ def check(
                 report.repeats.append((earlier, path))
             if part == "val" and image.digest in first["train"]:
                 report.duplicates.append((first["train"][image.digest], path))
-    report.modes = dict(Counter(image.mode for image in good).most_common())
     report.greys, report.black = _unused_bits(good)
     report.cropped = _cropped(good)
     for side in ("width", "height") if good else ():
