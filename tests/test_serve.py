@@ -137,19 +137,6 @@ def test_it_predicts_what_the_model_does(ask, process, model):
         assert shares == pytest.approx(classifier.top_classes(row), rel=1e-4)
 
 
-def test_several_labels_have_a_probability_each(tmp_path, shaken):
-    net = shaken(locality.create_model("convit_nano", num_classes=3))
-    net.problem_type = "multi_label_classification"
-    folder = save(net, tmp_path / "several", classes=["sky", "tree", "car"])
-    with answering([sys.executable, "-m", "locality", "serve", str(folder), "--port=0"]) as started:
-        content = request(started.address, "POST", "/predict", photo())[1]
-    shares = {row["name"]: row["probability"] for row in json.loads(content)["classes"]}
-    opened = open_model(folder)
-    logits = opened.logits(opened.prepare([Image.open(io.BytesIO(photo()))]))[0]
-    expected = dict(zip(opened.classes, logits.sigmoid().tolist(), strict=True))
-    assert shares == pytest.approx(expected, abs=1e-6) and sum(shares.values()) != pytest.approx(1)
-
-
 def test_photographs_are_turned_as_they_were_held(ask):
     exif = Image.Exif()
     exif[0x0112] = 6  # a quarter turn

@@ -34,14 +34,6 @@ def held(request, randomise):
     return request.param, model, key_map.from_native(model.state_dict(), model.config)
 
 
-def test_every_layout_is_recognised(held):
-    name, model, state = held
-    assert recognise(state, model.config)[0] is KEY_MAPS[name]
-    other = build("deit_nano" if name in ("microsoft", "transformers") else "cvt_nano")
-    with pytest.raises(UserError, match=model.config.title):
-        recognise(state, other.config)
-
-
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 def test_any_layout_opens_as_the_model_it_is_named_after(held, suffix, tmp_path, assert_bitwise):
     _, model, state = held
@@ -56,6 +48,9 @@ def test_any_layout_opens_as_the_model_it_is_named_after(held, suffix, tmp_path,
     images = torch.randn(2, model.in_chans, *model.img_size)
     with torch.no_grad():
         assert torch.equal(checkpoint.build()(images), model.eval()(images))
+    other = build("deit_nano" if model.config.family == "cvt" else "cvt_nano")
+    with pytest.raises(UserError, match=model.config.title):
+        recognise(state, other.config)
 
 
 WRAPPERS = ("module", "_orig_mod", "model", "net", "backbone", "student")
@@ -105,14 +100,6 @@ def wrong_architecture(path, state):
     torch.save({"layer1.0.conv1.weight": torch.zeros(3, 3)}, path)
 
 
-def wrong_shape(path, state):
-    torch.save(state | {"norm.weight": torch.zeros(5)}, path)
-
-
-def missing_tensor(path, state):
-    torch.save({name: state[name] for name in state if name != "norm.bias"}, path)
-
-
 def not_finite(path, state):
     broken = state["blocks.3.mlp.fc1.weight"].clone()
     broken[3, 4] = float("nan")
@@ -126,8 +113,6 @@ def integers(path, state):
 DAMAGE = [
     (truncated, "truncated"),
     (wrong_architecture, r"layer1\.0\.conv1\.weight.* timm/NAME"),
-    (wrong_shape, r"norm\.weight is \(5,\)"),
-    (missing_tensor, r"norm\.bias"),
     (not_finite, r"blocks\.3\.mlp\.fc1\.weight"),
     (integers, r"norm\.weight is \(64,\) of integers"),
 ]
@@ -161,6 +146,7 @@ def test_a_bad_file_is_one_clear_error_and_nothing_is_half_loaded(
         ("out.pth", {"to": "microsoft"}, "does not hold a DeiT or ConViT"),
         ("there.safetensors", {}, "there.safetensors"),
         ("out", {"model": "convit_nan"}, "convit_nano"),
+        ("out", {"model": "deit_nano"}, "qkv_bias"),
     ],
 )
 def test_conversions_that_cannot_be_write_nothing(target, options, named, tmp_path):
@@ -170,17 +156,6 @@ def test_conversions_that_cannot_be_write_nothing(target, options, named, tmp_pa
         convert(tmp_path / "in", tmp_path / target, **options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "there.safetensors"]
     assert (tmp_path / "there.safetensors").read_text() == "precious"
-
-
-def test_a_name_that_is_not_the_models_is_refused(tmp_path):
-    plain = save(build("deit_nano"), tmp_path / "plain")
-    fewer = save(build("deit_nano", num_heads=2), tmp_path / "fewer")
-    with pytest.raises(UserError, match="deit_nano"):
-        convert(plain, tmp_path / "out", model="convit_nano")
-    with pytest.raises(UserError, match="num_heads=2"):
-        convert(fewer, tmp_path / "out", model="deit_nano")
-    assert not (tmp_path / "out").exists()
-    assert "deit_nano, " in convert(plain, tmp_path / "out", model="deit_nano")
 
 
 def test_the_description_travels_inside_the_file(tmp_path):
@@ -203,15 +178,13 @@ def test_weights_of_no_name_need_one(tmp_path):
     assert opened.config == model.config
 
 
-def test_a_state_dict_of_timms_is_read_for_its_network(tmp_path, monkeypatch):
-    torch.manual_seed(0)
-    create = timm.create_model
-    monkeypatch.setattr(timm, "create_model", lambda name, pretrained=0, **how: create(name, **how))
-    network = timm.create_model("test_resnet", num_classes=7)
-    torch.save(network.state_dict(), tmp_path / "plain.pth")
-    model = locality.create_model(
-        "timm/test_resnet", weights=tmp_path / "plain.pth", num_classes=7
-    ).eval()
+@pytest.mark.parametrize("classes", [7, 0])
+def test_a_state_dict_of_timms_is_read_for_its_network(classes, tmp_path):
+    network, file = timm.create_model("test_resnet", num_classes=classes), tmp_path / "plain.pth"
+    torch.save(network.state_dict(), file)
+    model = locality.create_model("timm/test_resnet", weights=file, num_classes=7).eval()
+    if not classes:  # a new one
+        model.reset_classifier(0)
     images = torch.randn(2, 3, 64, 64)
     torch.testing.assert_close(model(images), network.eval()(images))
     with pytest.raises(UserError, match="timm/resnet18"):
@@ -251,12 +224,3 @@ def test_timms_state_dicts_open_with_the_preprocessing_of_their_variant(in_chans
     if found.preprocessing is not None:
         assert (found.preprocessing.mean, found.preprocessing.std) == (data["mean"], data["std"])
         assert found.preprocessing.crop_pct == data["crop_pct"]
-
-
-def test_timm_weights_without_a_classifier_get_a_new_one(tmp_path):
-    network = timm.create_model("test_vit", num_classes=0)
-    torch.save(network.state_dict(), tmp_path / "weights.pth")
-    fields = {"num_classes": 5, "weights": tmp_path / "weights.pth"}
-    model = locality.create_model("timm/test_vit", **fields)
-    for key, tensor in network.state_dict().items():
-        assert torch.equal(model.model.state_dict()[key], tensor)

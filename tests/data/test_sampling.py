@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from timm.data.distributed_sampler import RepeatAugSampler
 
 from locality.data.sampling import (
     Stream,
@@ -97,25 +96,6 @@ def test_keys_do_not_change_between_versions():
     # Golden values: another mixing function would break resuming older runs.
     assert [hex(int(key)) for key in hash_seed(0, 1, np.arange(2))] == GOLDEN_KEYS
     assert sample_order(np.arange(8), 5, 0).tolist() == GOLDEN_ORDER
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_repeated_augmentation_covers_an_epoch_as_timm_does(world_size):
-    size, repeats = 1024, 3
-    theirs = np.concatenate(
-        [
-            list(RepeatAugSampler(range(size), world_size, rank, num_repeats=repeats))
-            for rank in range(world_size)
-        ]
-    )
-    ours = sample_order(np.arange(len(theirs)), size, seed=0, repeats=repeats)
-    counts = [
-        np.unique(np.unique(x, return_counts=True)[1], return_counts=True) for x in (theirs, ours)
-    ]
-    # Equal counts: each image three times, one image the rest.
-    assert len(theirs) == size
-    assert [c.tolist() for c in counts[0]] == [c.tolist() for c in counts[1]]
-    assert len(np.unique(ours)) == -(-size // repeats)
 
 
 def draw():

@@ -1,7 +1,6 @@
 """Tables of images: rows that name a file and its class."""
 
 import os
-import unicodedata
 
 import numpy as np
 import pytest
@@ -141,13 +140,6 @@ def test_images_in_folders_outside_and_with_odd_names(twelve, image_file):
     assert check(twelve, dataset="table", allow_outside=True, progress=False).ok
 
 
-def test_class_names_in_other_forms_of_unicode_are_the_same(twelve):
-    names = [unicodedata.normalize(form, "Bär") for form in ("NFC", "NFD")]
-    rows = [f"{name},{names[n % 2]}" for n, name in enumerate(TWELVE)]
-    write(twelve, "image,label", *rows)
-    assert opened(twelve).classes == names[:1]
-
-
 @pytest.mark.parametrize(
     ("rows", "folders", "used"),
     [
@@ -161,13 +153,3 @@ def test_a_table_beside_class_folders(tmp_path, class_folders, rows, folders, us
     write(tmp_path, *rows)
     assert has_table(tmp_path) == used
     assert ("is not used" in caplog.text) == (not used)
-
-
-def test_its_images_are_checked(twelve):
-    write(twelve, "image,label", *ROWS)
-    (twelve / "cat5.png").write_bytes(b"none")
-    (twelve / "dog1.png").write_bytes((twelve / "dog2.png").read_bytes())
-    report = check(twelve, dataset="table", progress=False)
-    assert report.images == {"all": 12} and report.classes == 2
-    assert list(report.bad_files) == [str(twelve / "cat5.png")]
-    assert (len(report.repeats), len(report.duplicates)) == (1, 0)

@@ -103,14 +103,6 @@ def test_validation_images_that_cannot_be_read_are_named(tmp_path, class_folders
         verify(open_data(data, 0).val)
 
 
-def test_sizes_and_counts(tmp_path, image_file):
-    for number in range(40):
-        image_file(tmp_path / "ab"[number > 29] / f"{number:02}.png", number, size=(9, 10 + number))
-    result = report(tmp_path)
-    assert result.sizes == {"width": [10, 12, 30, 47, 49], "height": [9] * 5}
-    assert result.counts == {"a": 30, "b": 10}
-
-
 @pytest.mark.parametrize(("most", "ok"), [(200, False), (4000, True), (65535, True)])
 def test_unused_bits_are_named(tmp_path, monkeypatch, most, ok):
     for number in range(8):
