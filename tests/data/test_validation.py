@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from locality.data import DataConfig, Preprocessing, check, open_data, validation
+from locality.data import DataConfig, check, datasets, open_data
+from locality.data.datasets import verify
 from locality.data.sources import imbalance
-from locality.data.validation import verify
 from locality.errors import UserError
 
 
@@ -36,7 +36,6 @@ def test_everything_that_can_be_wrong(train_val, class_folders, image_file):
     (train / "bee" / "000.png").write_bytes(b"text")
     (train / "bee" / "new.png").symlink_to("gone")
     (val / "cat" / "copy.png").write_bytes((train / "cat" / "002.png").read_bytes())
-    (train / "cat" / "again.png").write_bytes((train / "cat" / "002.png").read_bytes())
     (train / "dog").mkdir()
     with pytest.raises(UserError, match="only train has 'dog'"):
         report(train_val)
@@ -57,7 +56,6 @@ def test_everything_that_can_be_wrong(train_val, class_folders, image_file):
     assert result.duplicates == [
         (str(train / "cat" / "002.png"), str(val / "cat" / "copy.png")),
     ]
-    assert len(result.repeats) == 1
     assert result.sizes["width"][-1] == 100 and result.sizes["height"][-1] == 50
 
     # Each fault is reported, and lists are limited.
@@ -70,7 +68,7 @@ def test_copies_in_other_formats_are_listed(train_val):
         image.save(train_val / "train/cat/again.bmp")
         image.save(train_val / "val/bee/again.tif")
     result = report(train_val)
-    assert (len(result.repeats), len(result.duplicates), result.ok) == (1, 1, False)
+    assert (len(result.duplicates), result.ok) == (1, False)
     assert report(train_val / "train").ok  # a split keeps copies together
 
 
@@ -91,10 +89,7 @@ def test_validation_images_that_cannot_be_read_are_named(tmp_path, class_folders
     class_folders(tmp_path, {"a": 40, "b": 40})
     data = DataConfig("folder", str(tmp_path), val_fraction=0.5)
     source, before = open_data(data, 0).val, list(warnings.filters)
-    for _ in range(2):
-        said = verify(source, Preprocessing((12, 10)))
-        assert "all 40 validation" in said and "crop" not in said
-        assert "drops 54% of" in verify(source, Preprocessing((10, 18)))
+    assert "all 40 validation" in verify(source)
     assert list(warnings.filters) == before
     for index in (1, 27):
         Path(source.describe(index)).write_bytes(b"")
@@ -113,11 +108,10 @@ def test_unused_bits_are_named(tmp_path, monkeypatch, most, ok):
     data = DataConfig("folder", root=str(tmp_path), val_fraction=0.5)
     found, bits = report(tmp_path), most.bit_length()
     said = "\n".join(found.lines())
-    assert not found.repeats
     assert found.ok == ok and (f"--data.grey_bits {bits}" in said) == (bits < 16)
     with contextlib.nullcontext() if ok else pytest.raises(UserError, match=r"--data\.grey_bits 8"):
         assert (f"--data.grey_bits {bits}" in verify(open_data(data, 0).val)) == (bits < 16)
-    monkeypatch.setattr(validation, "MAX_DECODED", 1)
+    monkeypatch.setattr(datasets, "MAX_DECODED", 1)
     if not ok:
         with pytest.raises(UserError):
             verify(open_data(data, 0).val)

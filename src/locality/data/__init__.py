@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from locality.data.config import DataConfig as DataConfig
     from locality.data.config import Decoding as Decoding
     from locality.data.config import Preprocessing as Preprocessing
+    from locality.data.datasets import CheckReport as CheckReport
+    from locality.data.datasets import check as check
     from locality.data.datasets import open_data as open_data
     from locality.data.decoding import BadImage as BadImage
     from locality.data.decoding import decode as decode
@@ -30,7 +32,5 @@ if TYPE_CHECKING:
     from locality.data.sources import ArraySource as ArraySource
     from locality.data.sources import DataSplits as DataSplits
     from locality.data.sources import ImageSource as ImageSource
-    from locality.data.validation import CheckReport as CheckReport
-    from locality.data.validation import check as check
 
 __all__, __getattr__ = lazily(__name__, __file__)

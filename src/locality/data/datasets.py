@@ -1,4 +1,4 @@
-"""Datasets by name: the openers listed in `datasets.yaml`, and `open_data`, which calls them.
+"""Datasets by name: `open_data`, checks of images, and the openers that `datasets.yaml` lists.
 
 From torchvision readers that decode files themselves, only the (private) lists of files and labels
 are used, so that one decoding policy applies to all images.
@@ -11,8 +11,8 @@ import gzip
 import os
 import pkgutil
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torchvision
 from huggingface_hub.utils import WeakFileLock
+from tqdm import tqdm
 
 from locality.data.config import DATASETS, DataConfig
 from locality.data.folder import (
@@ -28,14 +29,18 @@ from locality.data.folder import (
     log_once,
     open_folder,
 )
+from locality.data.preprocessing import MOST_CROPPED, cropped_share
 from locality.data.sampling import Indices, class_fraction, class_slice, stratified_split
 from locality.data.sources import (
     ArraySource,
     DataSplits,
+    Examined,
     FileSource,
     ImageSource,
+    examine,
+    imbalance,
 )
-from locality.errors import UserError, wrap_errors
+from locality.errors import UserError, printable, some, wrap_errors
 
 _PART_SEED = 0  # of `DataConfig.part`: the same in all runs
 
@@ -155,6 +160,178 @@ def _choose(source: ImageSource, choice: Callable[[Indices], Indices]) -> Indice
         log_once(f"{copies:,} of {len(source):,} images are copies; a split keeps them together")
     chosen = distinct[choice(source.labels[distinct])]
     return np.flatnonzero(np.isin(originals, chosen))
+
+
+# -- checks ----------------------------------------------------------------------------------------
+
+# One processor decodes this many images of ImageNet's size in half a minute.
+MAX_DECODED = 5_000
+
+
+@dataclass
+class CheckReport:
+    """The report of `locality data check`.
+
+    Attributes:
+        folder: the folder or dataset checked.
+        images: number of images per split ("train" and "val", or "all").
+        classes: number of classes.
+        bad_files: files that cannot be decoded, path → reason.
+        empty_classes: classes without images, per split.
+        duplicates: (training file, validation file) with the same content.
+        sizes: minimum, 5%, median, 95% and maximum of "width" and "height" in pixels.
+        cropped: mean share of an image's pixels outside its largest centre square.
+        greys: advice on 16-bit greys that leave bits unused, if any.
+        black: whether they become black.
+        counts: images per class, in the training split if there is one.
+    """
+
+    folder: str
+    images: dict[str, int] = field(default_factory=dict)
+    classes: int = 0
+    bad_files: dict[str, str] = field(default_factory=dict)
+    empty_classes: dict[str, list[str]] = field(default_factory=dict)
+    duplicates: list[tuple[str, str]] = field(default_factory=list)
+    sizes: dict[str, list[int]] = field(default_factory=dict)
+    cropped: float = 0.0
+    greys: str = ""
+    black: bool = False
+    counts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether a run on this folder neither stops nor evaluates on training images."""
+        return not (
+            self.bad_files
+            or self.duplicates
+            or any(self.empty_classes.values())
+            or not any(self.images.values())
+            or self.black
+        )
+
+    def lines(self, most: int = 10) -> list[str]:
+        """The report in words, with at most `most` examples of each fault."""
+        counts = ", ".join(f"{number:,} in {part}" for part, number in self.images.items())
+        text = [f"{self.folder}: {self.classes} classes, images: {counts}"]
+        for side, values in self.sizes.items():
+            spread = " · ".join(map(str, values))
+            text.append(f"{side} (least · 5% · median · 95% · greatest): {spread} pixels")
+        if self.cropped >= 0.005:
+            squashed = "; `locality train FOLDER` squashes them" * (self.cropped > MOST_CROPPED)
+            text.append(f"a square centre crop drops {self.cropped:.0%} of the pixels{squashed}")
+        text.append(self.greys)
+        for part, names in self.empty_classes.items():
+            if names:
+                text.append(f"classes of {part} without images ({len(names)}): {some(names, most)}")
+        faults = {
+            "files that cannot be decoded": [f"{p}: {why}" for p, why in self.bad_files.items()],
+            "validation images that are also training images": [
+                f"{val} = {train}" for train, val in self.duplicates
+            ],
+        }
+        for what, items in faults.items():
+            if items:
+                text += [f"{what} ({len(items):,}):", *(f"  {item}" for item in items[:most])]
+            if len(items) > most:
+                text.append(f"  … and {len(items) - most:,} more")
+        text.append(imbalance(self.counts))
+        text.append("nothing is wrong" if self.ok else "this folder needs attention")
+        return [printable(line) for line in text if line]
+
+
+def check(
+    folder: Path | str | None, *, dataset: str = "folder", progress: bool = True, **settings: Any
+) -> CheckReport:
+    """Decode every image of a dataset and report its faults.
+
+    Args:
+        folder: a folder with train/ and val/ or with class folders; or another dataset's root.
+        dataset: one of `DATASETS`.
+        progress: show a progress bar.
+        settings: of `DataConfig`.
+    """
+    root = None if folder is None else str(folder)
+    config = DataConfig(dataset, root, **settings)
+    report = CheckReport(config.root or dataset)
+    splits = open_data(config, seed=0, whole=True)
+    # Without a split, all images are both.
+    parts = {"train": splits.train, "val": splits.val}
+    parts = {"all": splits.train} if splits.train is splits.val else parts
+    report.classes = len(splits.classes)
+    good: list[Examined] = []
+    trained: dict[int, str] = {}
+    for part, source in parts.items():
+        report.images[part] = len(source)
+        by_class = source.counts(splits.classes)
+        report.counts = report.counts or by_class
+        report.empty_classes[part] = [name for name, count in by_class.items() if not count]
+        bar = tqdm(examine(source), f"checking {part}", len(source), disable=not progress)
+        for index, image in enumerate(bar):
+            path = source.describe(index)
+            if image.fault:
+                report.bad_files[path] = image.fault
+                continue
+            good.append(image)
+            if part == "train":
+                trained.setdefault(image.digest, path)
+            elif image.digest in trained:
+                report.duplicates.append((trained[image.digest], path))
+    report.greys, report.black = _unused_bits(good)
+    if good:
+        report.cropped = float(np.mean([cropped_share(x.width, x.height) for x in good]))
+    for side in ("width", "height") if good else ():
+        sides = [getattr(image, side) for image in good]
+        spread = np.percentile(sides, (0, 5, 50, 95, 100), method="nearest")
+        report.sizes[side] = spread.astype(int).tolist()
+    return report
+
+
+def verify(source: ImageSource) -> str:
+    """Check that validation images can be read: all, or `MAX_DECODED` of more.
+
+    Done before training, so that a damaged one is reported before the first step.
+
+    Args:
+        source: the images.
+
+    Returns:
+        a summary for the header of a run; empty for images in memory.
+
+    Raises:
+        UserError: images cannot be read, or are black in 8 bits.
+    """
+    if source.pixels is not None:
+        return ""
+    count = len(source)
+    source = source.subset(np.arange(count)[:: 1 + (count - 1) // MAX_DECODED])
+    examined = [*examine(source)]
+    bad = [index for index, image in enumerate(examined) if image.fault]
+    if bad:
+        raise UserError(
+            f"{len(bad)} of {len(source):,} validation images cannot be read: "
+            f"{some(map(source.describe, bad))} ({examined[bad[0]].fault}); repair or remove them; "
+            f"`locality train` also takes --data.on_bad_image skip"
+        )
+    unused, black = _unused_bits(examined)
+    if black:
+        raise UserError(f"the validation images are black: {unused}")
+    notes = [f"all {count:,} validation images can be decoded"]
+    if len(source) < count:
+        notes = [f"{len(source):,} of {count:,} validation images were decoded"]
+    return "; ".join([*notes, unused] if unused else notes)
+
+
+def _unused_bits(images: Iterable[Examined]) -> tuple[str, bool]:
+    """Advice on 16-bit greys that leave more than one bit unused, and whether they are black."""
+    bits = [image.bits for image in images if image.bits is not None]
+    used, there = min(bits, key=lambda pair: pair[1] - pair[0], default=(0, 0))
+    if not 0 < used < there - 1:
+        return "", False
+    proposed, black = max(8, used), used <= there - 8
+    return (
+        f"16-bit greys use {used} of {there} bits and look {'black' if black else 'dark'}; "
+        f"if {2**proposed - 1} is their white, train with --data.grey_bits {proposed}"
+    ), black
 
 
 # -- ImageNet and its variants ---------------------------------------------------------------------

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from locality.data import open_data
+from locality.data.datasets import verify
 from locality.data.sources import ImageFingerprint
-from locality.data.validation import verify
 from locality.errors import UserError
 from locality.runner.runs import Run, content_folder
 from locality.settings import replace

@@ -18,8 +18,8 @@ from typing import Any
 from lightning_fabric import Fabric
 
 from locality.checkpoints.run_state import CheckpointFolder, DamagedCheckpoint, read_checkpoint
+from locality.data.datasets import verify
 from locality.data.loader import translate_killed_worker
-from locality.data.validation import verify
 from locality.errors import (
     Interrupted,
     NonFiniteLoss,
@@ -254,7 +254,7 @@ def _check(training: Training) -> tuple[dict[str, Any] | str, _Opened | None]:
             )
         run.notes += changed
     elif config.data.on_bad(training=False) == "error":
-        checked = verify(run.splits.val, config.input.at(run.img_size))
+        checked = verify(run.splits.val)
         run.notes += [checked] if checked else []
     return name, (run, checkpoint)
 
