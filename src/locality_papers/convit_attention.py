@@ -8,15 +8,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from locality.analysis.pictures import Pictures, capture_pictures, validation_sample
-from locality.figures import maps
+from locality.analysis.pictures import Pictures, Sample, capture_pictures, sample
+from locality.data import open_data
 from locality.figures.curves import gate_panels, nonlocality_panels
 from locality.layers.position import kernel_size
 from locality.models import build
 from locality.models.convit import GatedPositionalSelfAttention
 from locality.models.variants import named
+from locality.training.config import RunConfig
 from locality.training.model import initial_model, load_run
-from locality_papers import diagrams
+from locality_papers import diagrams, maps
 from locality_papers.convit_tables import add_taught
 from locality_papers.experiment import Experiment, Results, at, experiment, minus
 from locality_papers.measures import (
@@ -236,6 +237,12 @@ def figure_3(t: Experiment, s: Scale) -> None:
         return maps.initial_maps(image, model, seed=config.seed, heads=heads)
 
     t.draw = draw
+
+
+def validation_sample(config: RunConfig, img_size: int | tuple[int, int], count: int) -> Sample:
+    """`count` validation images of a run at size `img_size`."""
+    splits = open_data(config.data, config.seed)
+    return sample(splits.val, config.input.at(img_size), count, splits.classes)
 
 
 def run_pictures(folder: Path | str, count: int, trained: bool = True) -> Pictures:

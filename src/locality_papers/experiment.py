@@ -327,7 +327,7 @@ class Results:
 
     @cached_property
     def drawn_panels(self) -> list[dict[str, Any]]:
-        """The panels with their values, for `locality.figures.curves.draw`."""
+        """The panels with their values, for `locality_papers.panels.draw`."""
         panels = []
         for panel in self.experiment.panels:
             if callable(panel):

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from locality.analysis.taps import content_off, position_off
-from locality.figures import maps
+from locality_papers import maps
 from locality_papers.convit_attention import run_pictures
 from locality_papers.experiment import Column, Experiment, at, experiment, line, minus
 from locality_papers.measures import TOP1, masked_top1, of_layer, summed_rate, trajectory

@@ -10,7 +10,6 @@ from typing import Any
 
 from locality import checks
 from locality.errors import UserError, unknown
-from locality.figures.curves import draw, filled
 from locality.figures.style import figure_bytes
 from locality.files import check_output, write_atomic
 from locality.runner.runs import Outcome, Run, run_all, with_needs, workload
@@ -26,6 +25,7 @@ from locality_papers import (  # noqa: F401 (they register)
 from locality_papers.answers import answers
 from locality_papers.experiment import REGISTRY, Experiment, Results, built
 from locality_papers.names import papers_order
+from locality_papers.panels import draw, filled
 from locality_papers.runs import Scale, get_scale
 from locality_papers.table import EMPTY, Measure, Recorded, write_records
 from locality_papers.text import Part, page, to_csv

@@ -3,7 +3,8 @@
 import pytest
 
 from locality.analysis.measures import token_distances
-from locality.figures.curves import draw, gate_panels, nonlocality_panels
+from locality.figures.curves import gate_panels, nonlocality_panels
+from locality_papers.panels import draw
 
 
 def recorded(steps, shift=0.0, gated=True):

@@ -11,7 +11,7 @@ import pytest
 from locality.analysis.pictures import data_url
 from locality.analysis.statistics import estimate
 from locality.errors import UserError
-from locality.figures.maps import map_to_rgb
+from locality.figures.style import map_to_rgb
 from locality.report import build_report
 from locality.report.page import _maps
 

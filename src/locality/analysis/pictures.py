@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from locality.analysis.taps import LayerView, capture, eval_mode
 from locality.checkpoints import Classifier
-from locality.data import open_data
 from locality.data.config import InputConfig
 from locality.data.decoding import to_rgb
 from locality.data.folder import short_name
@@ -33,7 +32,6 @@ from locality.data.sources import DataSplits, ImageSource
 from locality.errors import UserError, wrap_errors
 from locality.files import open_file, parse_json, write_atomic
 from locality.layers.grid import Grid
-from locality.training.config import RunConfig
 from locality.training.model import open_run_data
 
 Array = npt.NDArray[Any]
@@ -118,12 +116,6 @@ def validation_images(splits: DataSplits, count: int) -> Iterator[tuple[int, str
     """The first validation images, round robin over classes: (index, class, image)."""
     for index in round_robin_indices(splits.val.labels, count).tolist():
         yield index, splits.classes[splits.val.labels[index]], splits.val.read_or_raise(index)
-
-
-def validation_sample(config: RunConfig, img_size: int | tuple[int, int], count: int) -> Sample:
-    """`count` validation images of a run at size `img_size`."""
-    splits = open_data(config.data, config.seed)
-    return sample(splits.val, config.input.at(img_size), count, splits.classes)
 
 
 def prepare_sample(subject: Classifier, images: Sequence[Image.Image]) -> Sample:

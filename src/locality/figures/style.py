@@ -12,9 +12,12 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+import numpy.typing as npt
 from markupsafe import Markup
-from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.colors import LinearSegmentedColormap, LogNorm, to_hex
 from matplotlib.figure import Figure
+
+from locality.analysis.pictures import DECADES
 
 # Wong's palette (Nature Methods 8, 441), safe for common colour blindness. Each family has one
 # colour and one marker in all figures, so that they stay distinct in grey.
@@ -28,6 +31,10 @@ MAP_COLOURS = "viridis"
 
 GATE_COLOURS = LinearSegmentedColormap.from_list("gate", ["#ffffff", "#c1121f"])
 """White: attention by content (σ(λ) = 0). Red: by position (σ(λ) = 1)."""
+
+REACH = 10.0 ** (DECADES / 2)
+"""`uniform_colour` spans uniform attention / REACH … uniform attention · REACH."""
+_EVEN = LogNorm(1 / REACH, REACH, clip=True)
 
 _SETTINGS: Any = matplotlib.rc_params_from_file(
     Path(__file__).with_suffix(".mplstyle"), use_default_template=False
@@ -83,3 +90,19 @@ def family_colour(family: str) -> str:
 def family_style(family: str) -> dict[str, Any]:
     """The colour and marker of a model family."""
     return {"color": family_colour(family), "marker": _FAMILY_MARKERS.get(family, "D")}
+
+
+def map_to_rgb(attention: npt.NDArray[np.floating]) -> npt.NDArray[np.uint8]:
+    """Colour a map (H, W) by `uniform_colour`, one pixel per patch: (H, W, 3)."""
+    colours = matplotlib.colormaps[MAP_COLOURS](_EVEN(attention * attention.size))
+    return (colours[..., :3] * 255).round().astype(np.uint8)
+
+
+def uniform_colour(times: float) -> str:
+    """The CSS colour of `times` uniform attention, clipped at `REACH`."""
+    return to_hex(matplotlib.colormaps[MAP_COLOURS](_EVEN(times)))
+
+
+def gate_colour(gate: float) -> str:
+    """The CSS colour of a gate, from white (content) to red (position)."""
+    return to_hex(GATE_COLOURS(gate))

@@ -29,7 +29,7 @@ from locality.analysis.runs import (
 from locality.analysis.statistics import Estimate, proportion_interval
 from locality.data.folder import read_image, short_name
 from locality.errors import UserError
-from locality.figures import charts, curves, maps
+from locality.figures import charts, curves, style
 from locality.figures.style import inline_svg
 from locality.predictions import Predictions
 from locality.settings import flatten
@@ -131,7 +131,7 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         # Initial gate, if the same for all heads.
         "first_gate": first_gates.pop() if len(first_gates) == 1 else None,
         "galleries": _attention_galleries(groups),
-        "reach": maps.REACH,
+        "reach": style.REACH,
         "shared": {n: value for n, value in _settings(runs[0]).items() if n not in apart},
         "differing": differing_settings([_settings(one.runs[0]) for one in groups]),
         "environments": _environments(runs),
@@ -210,7 +210,7 @@ def _panels(
     return panels
 
 
-def _over_training(groups: Sequence[RunGroup]) -> list[tuple[str, list[Markup]]]:
+def _over_training(groups: Sequence[RunGroup]) -> list[tuple[str, dict[str, Any]]]:
     """Nonlocality and gates during training, of runs on the largest fraction with recordings."""
     measured = []
     for one in groups:
@@ -221,10 +221,7 @@ def _over_training(groups: Sequence[RunGroup]) -> list[tuple[str, list[Markup]]]
     titled = {"Nonlocality": curves.nonlocality_panels(measured)}
     titled |= {f"Gates of {label}": curves.gate_panels(seeds) for label, seeds in measured}
     return [
-        (
-            title,
-            [inline_svg(curves.draw([panel]), f"{title}, {panel['title']}") for panel in panels],
-        )
+        (title, {panel["title"]: charts.chart(curves.draw_panel, panel) for panel in panels})
         for title, panels in titled.items()
         if panels
     ]
@@ -266,7 +263,7 @@ def _maps(pictures: Pictures, image: int) -> list[dict[str, Any]]:
             "layer": index + 1,
             "box": _box(layer),
             "heads": [
-                (data_url(maps.map_to_rgb(attention)), gate)
+                (data_url(style.map_to_rgb(attention)), gate)
                 for attention, gate in zip(
                     layer.mixed[image][:_HEADS],
                     [None] * _HEADS if layer.gates is None else map(float, layer.gates),
@@ -396,7 +393,7 @@ def _mistakes(run: RecordedRun, predictions: Predictions) -> list[dict[str, Any]
             "image": data_url(captured.images[number])
             if captured
             else _thumbnail(files[number], run),
-            "map": captured and data_url(maps.map_to_rgb(captured.layers[-1].mixed[number, 0])),
+            "map": captured and data_url(style.map_to_rgb(captured.layers[-1].mixed[number, 0])),
         }
         for number, row in enumerate(wrong)
         if captured is None or number < len(captured.images)
@@ -430,7 +427,7 @@ FILTERS: dict[str, Any] = {
     "millions": lambda number: f"{number / 1e6:.2f} M",
     "svg": inline_svg,
     "subset_label": charts.subset_label,
-    "gate_colour": maps.gate_colour,
-    "uniform_colour": maps.uniform_colour,
+    "gate_colour": style.gate_colour,
+    "uniform_colour": style.uniform_colour,
     "shown": _shown,
 }

@@ -10,22 +10,15 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib
 import numpy as np
 import numpy.typing as npt
 import torch
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm, to_hex
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Rectangle
 
-from locality.analysis.pictures import (
-    DECADES,
-    LayerPicture,
-    Pictures,
-    Sample,
-    capture_pictures,
-)
+from locality.analysis.pictures import DECADES, LayerPicture, Pictures, Sample, capture_pictures
 from locality.errors import UserError
 from locality.figures.style import FAINT, GATE_COLOURS, MAP_COLOURS, settings
 from locality.layers.grid import Grid
@@ -35,10 +28,6 @@ Array = npt.NDArray[np.floating]
 
 _QUERY = "#ff3b30"
 _INCH = 0.85
-
-REACH = 10.0 ** (DECADES / 2)
-"""`uniform_colour` spans uniform attention / REACH … uniform attention · REACH."""
-_EVEN = LogNorm(1 / REACH, REACH, clip=True)
 
 
 def maps(
@@ -168,22 +157,6 @@ def _draw_rows(
             _box(axes, query, layer.key_grid, layer.key_grid)
             _frame(axes, None if layer.gates is None else float(layer.gates[head]))
         line[0].set_ylabel(label, fontsize=8)
-
-
-def map_to_rgb(attention: Array) -> npt.NDArray[np.uint8]:
-    """Colour a map (H, W) by `uniform_colour`, one pixel per patch: (H, W, 3)."""
-    colours = matplotlib.colormaps[MAP_COLOURS](_EVEN(attention * attention.size))
-    return (colours[..., :3] * 255).round().astype(np.uint8)
-
-
-def uniform_colour(times: float) -> str:
-    """The CSS colour of `times` uniform attention, clipped at `REACH`."""
-    return to_hex(matplotlib.colormaps[MAP_COLOURS](_EVEN(times)))
-
-
-def gate_colour(gate: float) -> str:
-    """The CSS colour of a gate, from white (content) to red (position)."""
-    return to_hex(GATE_COLOURS(gate))
 
 
 def _scaled(attention: Array, per_map_scale: bool = False) -> tuple[LogNorm, Array]:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from locality.analysis.pictures import LayerPicture, Pictures
-from locality.figures.maps import REACH, map_to_rgb, maps, uniform_colour
+from locality.figures.style import REACH, map_to_rgb, uniform_colour
+from locality_papers.maps import maps
 
 
 @pytest.fixture
