@@ -85,3 +85,9 @@ def test_models_as_table_and_json(cli):
     (row,) = json.loads(cli("models", "nano", "--family", "convit", "--json").out)
     assert row["model"] == "convit_nano" and row["compare with"] == "deit_nano"
     assert json.loads(cli("models", "nothing-like-this", "--json").out) == []
+
+
+def test_an_option_may_be_written_with_dashes(cli):
+    assert cli("train", "--print-config", "--data.val-part=0.5,1").out == (
+        cli("train", "--print_config", "--data.val_part", "0.5,1").out
+    )

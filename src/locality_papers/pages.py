@@ -1,9 +1,9 @@
 """Pages from the records in `results/`: `python -m locality_papers.pages`, or `make pages`.
 
-Writes all questions and answers to `docs/findings.md`, one page per experiment and one of
-superseded runs to `docs/results/`, all numbers to `results/answers.csv`, and the main answers
-between the marks in the README. Pictures that exist are kept, as another version of matplotlib
-draws other pixels; delete one to redraw it.
+Writes all questions and answers to `docs/findings.md`, one page per experiment to `docs/results/`,
+all numbers to `results/answers.csv`, and the main answers between the marks in the README. The page
+of superseded runs stays as it was written. Pictures that exist are kept, as another version of
+matplotlib draws other pixels; delete one to redraw it.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from locality.analysis.statistics import estimate
-from locality.files import LARGEST_TEXT, gunzip, parse_json, write_atomic
+from locality.files import write_atomic
 from locality_papers import answers as rule
 from locality_papers.answers import CANNOT_TELL, LESS, NO, YES, Answer, answers, write_answers
 from locality_papers.experiment import Results, built
 from locality_papers.reproduce import names, write_picture
 from locality_papers.runs import get_scale
 from locality_papers.table import Recorded
-from locality_papers.text import Part, page, papers, rendered, said, signed
+from locality_papers.text import Part, page, papers, rendered, said
 
 SHOWN = ("digits", "fashion", "fashion14")
 """Scales with records in the repository."""
-SUPERSEDED = "superseded.jsonl.gz"
 _FINDINGS = re.compile("(?<=<!-- findings -->\n).*?(?=<!-- /findings -->)", re.DOTALL)
 
 
@@ -61,7 +59,6 @@ def write_all(root: Path) -> None:
         if parts:
             pages[name] = {part.experiment.scale.name: part.picture for part in parts}
             _write(root / "docs" / "results" / f"{name.replace('/', '-')}.md", page(parts))
-    _write(root / "docs" / "results" / "superseded.md", superseded(root / "results" / SUPERSEDED))
     _write(root / "docs" / "findings.md", findings(every, found, pages))
     readme = root / "README.md"
     table = headlines(found)
@@ -167,31 +164,6 @@ def headlines(found: Iterable[Answer]) -> str:
             paper = papers(next(iter(at.values())))
             lines.append(f"| {question} | {paper} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def superseded(file: Path) -> str:
-    """The page of superseded runs, from the experiments as they were recorded, one a line.
-
-    Intervals are computed anew: those of the digits had not counted that seeds divide the same
-    images, a third as many for testing as for training.
-    """
-    lines = gunzip(file, "file of superseded runs", 16 * LARGEST_TEXT).decode().splitlines()
-    scales: dict[str, str] = {}
-    claims: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for record in (parse_json(line, str(file)) for line in lines):
-        scale = record["scale"]
-        scales[scale] = record["scale_about"]
-        for claim in record["claims"]:
-            for part in claim["parts"]:
-                if part["mean"] is not None:
-                    of = estimate(list(part["by_seed"].values()), (scale[:6] == "digits") / 3)
-                    half = of.half_width or 0.0
-                    text = f"{signed(of.mean, half)} ± {signed(half, half)[1:]}" if half else ""
-                    text = f"{text or signed(of.mean)} {claim['unit']}, {of.n} seeds"
-                    row = claims.setdefault((record["name"], claim["text"], part["part"]), {})
-                    row[scale] = text
-                    row["paper"] = "" if part.get("paper") is None else signed(part["paper"])
-    return rendered("superseded.md", scales=scales, claims=claims)
 
 
 if __name__ == "__main__":

@@ -14,20 +14,17 @@ import torch
 from PIL import Image
 
 from locality.analysis.explorer import live_page
-from locality.analysis.measures import measure_model, nonlocality
+from locality.analysis.measures import measure_model
 from locality.analysis.pictures import validation_images
 from locality.analysis.taps import capture, content_off, position_off
 from locality.checkpoints import Classifier, Preprocessing, open_model
 from locality.checkpoints.api import MODES
-from locality.cli import main
 from locality.data import open_data
 from locality.data.preprocessing import eval_transform
 from locality.errors import UserError
 from locality.models import build
 from locality.templates import write_page
 from locality.training import recipe
-
-from ..conftest import SHORT_WORDS
 
 TRAINED = Path(__file__).parents[2] / "docs" / "live" / "digits"
 NAMES = ("convit_nano", "deit_nano")
@@ -302,41 +299,3 @@ def test_what_cannot_be_live_is_refused(shaken, trained, tmp_path):
             live_page(models, [image])
     with pytest.raises(UserError, match="image"):
         live_page(trained, [])
-
-
-@pytest.fixture(scope="module")
-def photographs(tmp_path_factory, class_folders):
-    """A two-step run of `convit_micro` on 600 images in five classes."""
-    folder = tmp_path_factory.mktemp("photographs")
-    for part, count in (("train", 100), ("val", 20)):
-        classes = dict.fromkeys(("bridge", "castle", "harbour", "market", "tower"), count)
-        class_folders(folder / "photos" / part, classes, seed=count, size=(40, 36))
-    words = ["train", "photos", "--data.root", str(folder / "photos"), "--model", "convit_micro"]
-    assert not main([*words, *SHORT_WORDS, "--output", str(folder / "run")])
-    return folder / "run"
-
-
-def test_the_page_of_a_run_of_ones_own(open_ready, photographs, tmp_path, cli):
-    output = tmp_path / "own.html"
-    assert str(output) in cli("explore", photographs, "--live", "--output", output).out
-    assert output.stat().st_size < 10e6
-    page = open_ready(output)
-    assert page.locator("#thumbnails button").count() == 20
-    assert page.locator("#pad").count() == 0
-    names = page.locator(".bars span").all_inner_texts()
-    assert names == ["bridge", "castle", "harbour", "market", "tower"]
-    page.keyboard.press("n")
-    page.wait_for_function("live.state.example === 1")
-    subject = open_model(photographs)
-    shown = np.array(page.evaluate("Array.from(live.examples[1])"), np.uint8).reshape(32, 32, 3)
-    expected = subject.logits(subject.prepare([Image.fromarray(shown)]))[0]
-    logits, layers = computed(page, 0, 1)
-    # The page rounds weights to half precision.
-    np.testing.assert_allclose(logits, expected, atol=1e-2)
-    assert len(layers) == 8 and len(layers[0]["heads"]) == 9
-    head = torch.tensor(layers[0]["heads"][0]["mixed"]).view(1, 1, 64, 64)
-    distance = page.evaluate(
-        "live.models[0].distances(live.forward(live.models[0], live.examples[1]).layers[0])[0]"
-    )
-    assert nonlocality(head, (8, 8)).item() == pytest.approx(distance, abs=1e-4)
-    assert page.outside() == []

@@ -117,18 +117,6 @@ def test_maps_are_those_of_timms_own_softmax(shaken, name, img_size, prefix):
         assert own[:, :, :, 0].std() > 1e-3  # neither uniform nor the same for all queries
 
 
-@torch.no_grad()
-def test_inputs_are_the_layers_own(convit, images):
-    seen = []
-    for block in convit.blocks:
-        block.norm1.register_forward_hook(lambda _, __, output: seen.append(output))
-    with capture(convit) as views:
-        convit(images)
-    assert all(torch.equal(view.input, own) for view, own in zip(views, seen, strict=True))
-    assert [view.maps.prefix_tokens for view in views] == [0, 0, 0, 1]
-    assert all(view.maps.query_grid == (4, 4) for view in views)
-
-
 def test_chosen_layers_only(convit, images):
     with torch.no_grad(), capture(convit, layers=[-1, 1]) as views:
         convit(images)

@@ -227,14 +227,6 @@ def test_names_of_files_that_are_not_text_are_written_as_they_are(run, images, t
     assert Path(read_rows(file)[0]["path"]).read_bytes() == (images / "0.png").read_bytes()
 
 
-def test_eval_writes_predictions_that_make_its_accuracy(run, tmp_path, cli):
-    table = tmp_path / "predictions.csv"
-    found = json.loads(cli("eval", run, "--json", "--predictions", table).out)
-    right = [row["label"] == row["prediction"] for row in read_rows(table)]
-    assert len(right) == found["n"]
-    assert 100 * sum(right) / len(right) == pytest.approx(found["top1"])
-
-
 def test_each_image_and_class_has_its_own_numbers(tmp_path, cli):
     """By a trained model, which tells images apart; each class has another number of them."""
     model, digits = Path(__file__).parents[2] / "docs/live/digits/convit_nano", load_digits()

@@ -51,40 +51,6 @@ def test_accuracies_of_public_weights_are_in_the_table_that_they_name(source):
     assert source.top1 in printed
 
 
-def test_a_model_in_several_tables_has_one_accuracy_unless_a_note_says_so():
-    same = [
-        "convit/table-1 DeiT-Ti top1; convit/table-5 DeiT-Ti unmasked",
-        "convit/table-1 ConViT-Ti top1; convit/table-5 ConViT-Ti unmasked; convit/table-6 3 none; "
-        "convit/table-6 5 none; convit/table-6 10 none",
-        "convit/table-1 DeiT-S top1; convit/table-4 DeiT-S none; cvt/table-3 DeiT-S top1; "
-        "cvt/table-5 a top1",
-        "convit/table-1 DeiT-B top1; convit/table-4 DeiT-B none; cvt/table-3 DeiT-B top1",
-        "convit/table-1 ConViT-S+ top1; convit/table-3 a full; convit/table-4 ConViT-S+ none",
-        "cvt/table-3 CvT-13 top1; cvt/table-5 f top1; cvt/table-6 d top1; cvt/table-7 b top1; "
-        "cvt/table-8 d top1",
-        "cvt/table-6 c top1; cvt/table-5 d top1",
-    ]
-    for places in same:
-        assert len({number(*place.split(" ")) for place in places.split("; ")}) == 1, places
-    # Exceptions, each with a note.
-    for model, metric in (("DeiT-S", "top1"), ("ConViT-S", "top1"), ("ConViT-S", "top5")):
-        other = number("convit/table-2", "100%", f"{model}/{metric}")
-        first = PUBLISHED["convit/table-1", model, metric]
-        assert f"Table 2 prints {other:g}" in first.note
-        assert first.value != other
-    assert number("convit/table-1", "DeiT-S+", "top1") == 79.0
-    assert number("convit/table-3", "e", "full") == 79.1
-
-
-def test_cvt_tables_agree_on_parameters_and_flops():
-    for model in ("CvT-13", "CvT-21"):
-        for metric in ("parameters", "flops"):
-            exact = number("cvt/table-2", model, metric)
-            assert number("cvt/table-3", model, metric) == pytest.approx(exact, abs=0.5)
-    assert number("cvt/table-3", "CvT-W24↑384 22k", "parameters") == pytest.approx(276.7, abs=0.5)
-    assert number("cvt/table-7", "b", "flops") == number("cvt/table-2", "CvT-13", "flops")
-
-
 BUILT = [
     (row, name)
     for row, name in PAPERS_MODELS.items()

@@ -98,13 +98,6 @@ def test_folds_of_one_seed_have_widened_intervals(make_run, tmp_path):
     assert f"{gap.low:+.1f} to {gap.high:+.1f}".replace("-", "−") in said
 
 
-def test_ablations_of_one_model_are_told_apart(make_run, tmp_path):
-    frozen = {"model.gating_init": 0.0, "model.freeze_gating": True}
-    runs = [make_run("convit_nano"), make_run("convit_nano", folder="frozen", settings=frozen)]
-    text = build_report(runs, tmp_path / "r.html").read_text()
-    assert "gating_init=0.0, freeze_gating=True" in text
-
-
 def test_unfinished_runs_are_named_and_left_out(make_run, tmp_path):
     runs = [make_run("convit_nano"), make_run("deit_nano", finished=False)]
     text = text_of(build_report(runs, tmp_path / "r.html").read_text())

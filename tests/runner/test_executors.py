@@ -20,7 +20,6 @@ from locality.runner.runs import (
     log_file,
     run_all,
     run_cost,
-    visible_gpus,
     workload,
 )
 from locality.training import load_run
@@ -249,13 +248,3 @@ def test_runs_side_by_side_have_a_gpu_each(tmp_path, tiny_config, monkeypatch):
     names = ("one", "other")
     run_all([Telling(name, tiny_config(), tmp_path / name) for name in names], quiet=True)
     assert {(tmp_path / f"{name}.gpu").read_text() for name in names} == {"3", "5"}
-
-
-def test_runs_side_by_side_share_out_the_gpus(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5")
-    assert visible_gpus() == ["3", "5"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert visible_gpus() == []
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert visible_gpus() == ["0", "1"]

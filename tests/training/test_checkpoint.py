@@ -20,7 +20,6 @@ from locality.checkpoints.run_state import (
     PREVIOUS,
     CheckpointFolder,
     read_checkpoint,
-    write_checkpoint,
 )
 from locality.errors import NonFiniteWeights
 from locality.training import CheckpointNotSaved, DamagedCheckpoint
@@ -47,17 +46,6 @@ def written(tmp_path: Path) -> Path:
     folder.save(state(1))
     folder.save(state(2))
     return tmp_path
-
-
-def test_what_was_written_is_read(written):
-    assert_same(read_checkpoint(written / LAST), state(2))
-    assert_same(read_checkpoint(written / PREVIOUS), state(1))
-
-
-def test_equal_states_make_equal_files(tmp_path):
-    write_checkpoint(tmp_path / "a", state(1))
-    write_checkpoint(tmp_path / "b", state(1))
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
 def refused(written: Path, damaged: bytes) -> None:

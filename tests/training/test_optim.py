@@ -116,13 +116,6 @@ def assert_same_updates(model, config, reference, rtol, atol):
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
 
 
-def test_fused_and_plain_updates_agree():
-    torch.manual_seed(0)
-    plain = partial(torch.optim.AdamW, lr=1e-3, foreach=False, fused=False)
-    config = OptimConfig("adamw", lr=1e-3)
-    assert_same_updates(build("convit_nano"), config, plain, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("name", ["convit_nano", "cvt_nano", "timm/test_resnet"])
 def test_muon_updates_weights_of_layers_and_adamw_the_rest(name):
     model = build(name)
@@ -182,16 +175,6 @@ def test_the_rate_rises_linearly_and_falls_as_a_cosine():
     for step in range(10, 100):
         cosine = 1e-4 + 0.5 * (1e-2 - 1e-4) * (1 + math.cos(math.pi * step / 100))
         assert found[step] == pytest.approx(cosine)
-
-
-def test_a_schedule_of_one_step_is_no_reason_for_a_warning(caplog):
-    assert rates(ScheduleConfig(steps=1, warmup=0)) == pytest.approx([1e-2])
-    assert not caplog.records
-
-
-def test_the_rate_is_a_function_of_the_step_alone():
-    schedule = ScheduleConfig(steps=50, warmup=5)
-    assert rates(schedule, [37]) == [rates(schedule)[37]]
 
 
 @pytest.mark.parametrize("name", ["convit_nano", "cvt_13", "timm/test_resnet"])
