@@ -88,6 +88,6 @@ def test_models_as_table_and_json(cli):
 
 
 def test_an_option_may_be_written_with_dashes(cli):
-    assert cli("train", "--print-config", "--data.val-part=0.5,1").out == (
-        cli("train", "--print_config", "--data.val_part", "0.5,1").out
+    assert cli("train", "--print-config", "--data.val-fraction=0.5").out == (
+        cli("train", "--print_config", "--data.val_fraction", "0.5").out
     )
