@@ -17,7 +17,6 @@ from transformers import (
     CvtForImageClassification,
 )
 
-import locality
 from locality.checkpoints import loading, open_model
 from locality.errors import UserError
 
@@ -154,18 +153,6 @@ def test_a_repository_without_a_description_takes_the_models_name(tmp_path, monk
     assert open_model("me/model", "timm/test_resnet").model is not None
     with pytest.raises(UserError, match="--variant"):
         open_model("me/model")
-
-
-def test_our_description_beside_several_state_dicts(tmp_path):
-    model, file = locality.create_model("deit_nano"), tmp_path / "pytorch_model.bin"
-    locality.save(model, tmp_path / "saved")
-    with pytest.raises(UserError, match="without a name"):
-        open_model(tmp_path / "saved", entry="zz")
-    (tmp_path / "saved" / "config.json").rename(tmp_path / "config.json")
-    torch.save({"model": model.state_dict(), "ema": model.state_dict()}, file)
-    with pytest.raises(UserError, match="--entry"):
-        open_model(tmp_path)
-    assert open_model(tmp_path, entry="ema").model is not None
 
 
 def saved_by_transformers(folder, randomise, processor=None, **arguments):
