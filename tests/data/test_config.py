@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from locality.data import DATASETS, AugmentConfig, DataConfig, Decoding, Preprocessing
+from locality.data import AugmentConfig, DataConfig, Decoding, Preprocessing
+from locality.data.config import DATASETS
 from locality.errors import UserError
 
 BAD = {

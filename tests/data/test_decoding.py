@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from locality.data import BadImage, Decoding, decode
-from locality.data.decoding import read_bytes
+from locality.data import BadImage, Decoding
+from locality.data.decoding import decode, read_bytes
 
 
 def encoded(image, kind="PNG", **options):

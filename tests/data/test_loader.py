@@ -26,11 +26,16 @@ from locality.data import (
     Preprocessing,
     eval_loader,
     open_data,
-    preserved_generators,
     train_loader,
 )
 from locality.data.preprocessing import jitter_colors
-from locality.data.sampling import Stream, hash_seed, sample_order, seed_generators
+from locality.data.sampling import (
+    Stream,
+    hash_seed,
+    preserved_generators,
+    sample_order,
+    seed_generators,
+)
 from locality.errors import ProcessKilled, UserError
 
 SMALL = Preprocessing(8)

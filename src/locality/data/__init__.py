@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from locality import lazily
 
 if TYPE_CHECKING:
-    from locality.data.config import DATASETS as DATASETS
     from locality.data.config import AugmentConfig as AugmentConfig
     from locality.data.config import DataConfig as DataConfig
     from locality.data.config import Decoding as Decoding
@@ -19,16 +18,10 @@ if TYPE_CHECKING:
     from locality.data.datasets import check as check
     from locality.data.datasets import open_data as open_data
     from locality.data.decoding import BadImage as BadImage
-    from locality.data.decoding import decode as decode
-    from locality.data.folder import open_folder as open_folder
     from locality.data.loader import Batch as Batch
     from locality.data.loader import BatchLoader as BatchLoader
     from locality.data.loader import eval_loader as eval_loader
     from locality.data.loader import train_loader as train_loader
-    from locality.data.sampling import Stream as Stream
-    from locality.data.sampling import hash_seed as hash_seed
-    from locality.data.sampling import preserved_generators as preserved_generators
-    from locality.data.sampling import seed_generators as seed_generators
     from locality.data.sources import ArraySource as ArraySource
     from locality.data.sources import DataSplits as DataSplits
     from locality.data.sources import ImageSource as ImageSource

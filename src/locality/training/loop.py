@@ -16,7 +16,8 @@ import torch
 from lightning_fabric import Fabric
 from torch import nn
 
-from locality.data import Batch, Stream, eval_loader, hash_seed, seed_generators, train_loader
+from locality.data import Batch, eval_loader, train_loader
+from locality.data.sampling import Stream, hash_seed, seed_generators
 from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError, some
 from locality.models import ImageClassifier
 from locality.training.config import computation_settings
