@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from statistics import fmean
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from locality.analysis.recording import measure_trajectory
@@ -18,7 +18,7 @@ from locality.runner.runs import Run
 from locality.training.config import RunConfig, ScheduleConfig
 from locality.training.cost import forward_macs, image_counts, parameters
 from locality.training.evaluation import evaluate_opened
-from locality.training.optim import make_plan
+from locality.training.optim import create_schedule, make_plan
 from locality_papers.experiment import Effect, Experiment
 from locality_papers.runs import Scale
 from locality_papers.table import Key, Measure, Record
@@ -148,13 +148,12 @@ def masked_top1(name: str, mask: Callable[[nn.Module], AbstractContextManager[An
 def summed_rate(config: RunConfig) -> float:
     """The sum over a run's steps of the learning rate of v_pos and λ."""
     plan = make_plan(config, image_counts(config)[0])
-    peak = config.optim.peak_lr(config.engine.batch_size)
-    start, end = config.schedule.warmup_lr, config.schedule.min_lr
-    # Linear warm-up, then the cosine of the whole length from the end of the warm-up.
-    warm, length = plan.warmup, plan.steps
-    cosine = length - warm - length / math.pi * math.sin(math.pi * warm / length)
-    rising, falling = warm * (start + peak) / 2, (peak - end) / 2 * cosine
-    return config.optim.position_lr_factor * (rising + falling + end * (length - warm))
+    optimizer = torch.optim.SGD([torch.zeros(1)], config.optim.peak_lr(plan.batch_size))
+    schedule, total = create_schedule(optimizer, plan), 0.0
+    for step in range(plan.steps):
+        schedule.step_update(step)
+        total += optimizer.param_groups[0]["lr"]
+    return config.optim.position_lr_factor * total
 
 
 def count(t: Experiment, row: str, model: Callable[[], Any]) -> None:
