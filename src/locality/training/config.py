@@ -239,7 +239,8 @@ def read_config(folder: Path | str) -> RunConfig:
         UserError: if this is not a run folder, or its configuration cannot be read.
     """
     run = RunFolder(folder)
-    return settings.from_dict(RunConfig, run.read_settings(), str(run.config_file))
+    with prefix_errors(run.config_file):
+        return settings.from_dict(RunConfig, run.read_settings())
 
 
 @dataclass(frozen=True)
