@@ -314,10 +314,9 @@ class ConvolutionalVisionTransformer(ImageClassifier):
     faster_features = fast.cvt
 
     def truncate(self, maps: int) -> dict[str, Any]:
-        config = self.config
-        token = config.has_class_token and maps == len(self.stages)
+        token = self.config.has_class_token and maps == len(self.stages)
         self.stages = self.stages[:maps]
-        kept = {name: config.per_stage(name)[:maps] for name in StageConfig._fields}
+        kept = {name: self.config.per_stage(name)[:maps] for name in StageConfig._fields}
         return kept | {"class_token": token}
 
     def unused_parameters(self) -> set[str]:
