@@ -95,80 +95,44 @@ def test_even_kernels_have_half_integer_centres():
         assert P.kernel_offsets(kernel).mean(dim=0).abs().max() == 0
 
 
-# The dot-product form
+# One softmax over content and position (Eq. 4)
 
 
-GRIDS = [(1, 1), (1, 6), (2, 2), (14, 14), (16, 9), (24, 24), (32, 20)]
+def exactly(q, k, v, v_pos, grid):
+    scores = q.double() @ k.double().mT / q.shape[-1] ** 0.5
+    scores = scores + P.positional_scores(v_pos.double(), grid)
+    return scores.softmax(dim=-1) @ v.double()
 
 
-def heads_of_all_kinds(strength):
-    """Centres on, between and off patches, and trained heads."""
-    offsets = torch.tensor([[0.0, 0.0], [0.5, -0.5], [0.3, -0.7], [-3.0, 40.0]])
-    centred = P.attention_centres(offsets, strength)
-    moved = centred[:2] + 0.3 * torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
-    return torch.cat((centred, moved))
-
-
-def attend_by_products(v_pos, grid, values):
-    queries, keys = P.dot_product_form(P.axis_scores(v_pos.float(), grid), values.dtype)
-    batch, heads = values.shape[:2]
-    return P.attend_widely(
-        queries.expand(batch, heads, -1, -1), keys.expand(batch, -1, -1, -1), values
-    )
-
-
-@pytest.mark.parametrize("strength", [0.001, 0.1, 1.0, 9.7, 37.7, 100.0])
-@pytest.mark.parametrize("grid", GRIDS)
-def test_the_dot_product_form_equals_dense(grid, strength):
-    """To 1e-5 in single precision; in half, to the rounding of the map itself."""
-    v_pos = heads_of_all_kinds(strength)
-    dense = P.positional_scores(v_pos.double(), grid).softmax(dim=-1)
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn((2, len(v_pos), len(dense[0]), 48), generator=generator)
-    single = attend_by_products(v_pos, grid, values)
-    assert (single - dense @ values.double()).abs().max() <= 1e-5
-    for dtype, bar in ((torch.bfloat16, 3e-3), (torch.float16, 4e-4)):
-        rough = values.to(dtype)
-        exact = dense @ rough.double()
-        error = (attend_by_products(v_pos, grid, rough).double() - exact).square().mean().sqrt()
-        rounded = (dense.to(dtype).double() @ rough.double()).to(dtype) - exact
-        assert error <= bar * exact.square().mean().sqrt()
-        assert error <= 1.5 * rounded.square().mean().sqrt()
-
-
-@pytest.mark.parametrize("grid", [(5, 7), (14, 14)])
-@pytest.mark.parametrize("strength", [0.1, 1.0, 2.5])
-def test_the_dot_product_form_has_the_gradients_of_dense(grid, strength):
-    """Gradients of v_pos and values, in single precision and in bf16.
+@pytest.mark.parametrize("grid", [(1, 6), (5, 7), (14, 14)])
+@pytest.mark.parametrize("strength", [0.1, 1.0, 2.5, 100.0])
+@pytest.mark.parametrize(
+    ("dtype", "bar"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)]
+)
+def test_joint_attention_and_its_gradients_are_the_definitions(grid, strength, dtype, bar):
+    """Centres on, between and off patches, and trained heads.
 
     v_pos's gradient sums rounding errors over all pairs. Without full-precision softmaxes per axis
-    it would be off by up to a fifth here.
+    it would be off by 5% in bf16.
     """
-    v_pos = heads_of_all_kinds(strength).requires_grad_()
     generator = torch.Generator().manual_seed(0)
+    offsets = torch.tensor([[0.0, 0.0], [0.5, -0.5], [0.3, -0.7], [-3.0, 40.0]])
+    centred = P.attention_centres(offsets, strength)
+    moved = centred[:2] + 0.3 * torch.randn(2, 3, generator=generator)
+    v_pos = torch.cat((centred, moved)).requires_grad_()
     shape = (4, len(v_pos), grid[0] * grid[1], 16)
-    values, weights = (torch.randn(shape, generator=generator) for _ in range(2))
-    values.requires_grad_()
-
-    def gradients(attend, dtype=torch.float32):
-        loss = (attend(v_pos, grid, values.to(dtype)) * weights.to(dtype)).sum()
-        return torch.autograd.grad(loss, (v_pos, values))
-
-    def dense(v_pos, grid, values):
-        return P.positional_scores(v_pos.double(), grid).softmax(dim=-1) @ values.double()
-
-    def errors(found):
-        pairs = zip(found, exact, strict=True)
-        return [((a - b).norm() / b.norm()).item() for a, b in pairs]
-
-    exact = gradients(dense)
-    assert max(errors(gradients(attend_by_products))) <= 1e-5
-    of_v_pos, of_values = errors(gradients(attend_by_products, torch.bfloat16))
-    assert of_v_pos <= 1e-2 and of_values <= 5e-3
+    q, k, v, weights = (torch.randn(shape, generator=generator).to(dtype) for _ in range(4))
+    v.requires_grad_()
+    found = []
+    for attend in (P.attend_jointly, exactly):
+        out = attend(q, k, v, v_pos, grid).double()
+        found.append((out, *torch.autograd.grad((out * weights).sum(), (v_pos, v))))
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.isfinite().all() and (ours - theirs).norm() <= bar * theirs.norm()
 
 
-def test_half_precision_has_no_infinities():
-    """Scores of 10⁵ and more stay within fp16, where e⁻¹⁰⁰⁰ is zero as well."""
-    scores = P.axis_scores(torch.tensor([[-1e4, 3e5, 0.0]]), (9, 9))
-    queries, keys = P.dot_product_form(scores, torch.half)
-    assert keys.isfinite().all() and keys.shape[-1] == queries.shape[-1] == 24
+def test_scores_beyond_half_precision_are_no_attention():
+    v_pos, q = torch.tensor([[-1e4, 3e5, 0.0]]), torch.zeros(1, 1, 81, 8, dtype=torch.half)
+    v = torch.randn(1, 1, 81, 8).half()
+    expected = P.positional_attention(v_pos, (9, 9)).half() @ v
+    torch.testing.assert_close(P.attend_jointly(q, q, v, v_pos, (9, 9)), expected)

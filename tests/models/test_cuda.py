@@ -109,7 +109,7 @@ def test_the_soft_bias_keeps_no_map_per_image():
 
 @pytest.mark.parametrize("training", [False, True])
 def test_positional_attention_reaches_a_fast_kernel(training):
-    """Queries and keys expanded over the batch use the same kernel as content."""
+    """Content attention of gated layers runs in a fused kernel."""
     model = build("convit_tiny", depth=3, gpsa_layers=2).cuda().train(training)
     x = images(model).cuda()
     with (

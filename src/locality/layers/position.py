@@ -11,11 +11,8 @@ score is a term in δ₁ plus a term in δ₂, whatever v_pos = v is:
 Eq. 7: softmax(v·r) is the outer product of a softmax over rows and one over columns (`Separable`).
 Two small matrix products apply it, N·(H+W) multiplications per channel.
 
-Eq. 4: one softmax over content and position. Position joins the scores of ordinary attention as
-further entries of queries and keys, v·r = φ(i)·ψ(j): φ(i) is one at indices i₁ and H + i₂ and zero
-elsewhere, ψ(j) = (s(·, j₁), t(·, j₂)) (`dot_product_form`).
-
-The N×N matrix is only computed for inspection (`positional_attention`).
+Eq. 4: one softmax over content and position. The scores of position are a mask of ordinary
+attention, N×N per head (`attend_jointly`).
 
 Functions marked `torch.fx.wrap` are one node in a traced graph, which takes any grid.
 """
@@ -33,9 +30,6 @@ from locality.layers.grid import Grid
 
 Scores = tuple[Tensor, Tensor]
 
-# e^−1000 is zero, and −1000 finite, in every dtype.
-_LEAST_SCORE = -1000.0
-
 
 @torch.fx.wrap
 def attend(v_pos: Tensor, values: Tensor, grid: Grid) -> Tensor:
@@ -48,13 +42,13 @@ def attend(v_pos: Tensor, values: Tensor, grid: Grid) -> Tensor:
 def attend_jointly(q: Tensor, k: Tensor, v: Tensor, v_pos: Tensor, grid: Grid) -> Tensor:
     """softmax(QKᵀ/√d + v_pos·r) V: (B, h, N, d) three times → (B, h, N, d) (Eq. 4).
 
-    QKᵀ/√d + v_pos·r = [q|φ]·[k|ψ]ᵀ, so that one SDPA call computes it.
+    The mask is log softmax(v_pos·r), since a constant per query changes nothing: the scores that
+    matter are small, and with their gradients precise in half precision.
     """
     check_grid(v, grid)
-    queries, keys = dot_product_form(axis_scores(in_full(v_pos), grid), v.dtype)
-    q = torch.cat((q / math.sqrt(q.shape[-1]), queries.expand(*q.shape[:2], -1, -1)), dim=-1)
-    k = torch.cat((k, keys.expand(k.shape[0], -1, -1, -1)), dim=-1)
-    return attend_widely(q, k, v)
+    rows, columns = (score.log_softmax(dim=-1) for score in axis_scores(in_full(v_pos), grid))
+    mask = (rows[:, :, None, :, None] + columns[:, None, :, None, :]).flatten(3).flatten(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype))
 
 
 def check_grid(values: Tensor, grid: Grid) -> None:
@@ -128,42 +122,6 @@ class Separable(NamedTuple):
         v = v.view(heads, breadth, height, batch * width).transpose(1, 2)
         v = torch.bmm(rows, v.reshape(heads, height, breadth * batch * width))
         return v.view(heads, height * breadth, batch, width).permute(2, 0, 1, 3)
-
-
-def dot_product_form(scores: Scores, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Queries φ (N, w) and keys ψ (h, N, w), w ≥ H + W: φ·ψ is v·r minus a constant per query.
-
-    The softmax over keys cancels such constants.
-
-    The softmax of each axis is taken here in full precision: its backward pass removes the
-    half-precision error common to all scores of a query. Scores are relative to each query's
-    largest, so that those that matter are small and lose little precision.
-    """
-    height, breadth = (score.shape[-1] for score in scores)
-    width = -(-(height + breadth) // 8) * 8  # fast kernels want a multiple of 8
-    rows, columns = (score.log_softmax(dim=-1).transpose(-1, -2) for score in scores)
-    shape = (*rows.shape[:-2], height, breadth)
-    parts = (
-        rows[..., :, None, :].expand(*shape, -1),
-        columns[..., None, :, :].expand(*shape, -1),
-        rows.new_zeros(()).expand(*shape, width - height - breadth),
-    )
-    keys = torch.cat(parts, dim=-1).flatten(-3, -2)
-    keys = keys - keys.detach().amax(dim=-2, keepdim=True)
-    ones = torch.eye(height + breadth, width, dtype=dtype, device=rows.device)
-    queries = ones[:height, None] + ones[None, height:]
-    return queries.flatten(0, 1), keys.clamp(min=_LEAST_SCORE).to(dtype)
-
-
-def attend_widely(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """softmax(QKᵀ) V: (B, h, N, w) twice and (B, h, N, d) → (B, h, N, d).
-
-    Values are zero-padded to width w, since the fast kernels need equal widths.
-    """
-    width = values.shape[-1]
-    if queries.shape[-1] > width:
-        values = F.pad(values, (0, queries.shape[-1] - width))
-    return F.scaled_dot_product_attention(queries, keys, values, scale=1.0)[..., :width]
 
 
 def positional_factors(v_pos: Tensor, grid: Grid) -> Separable:
