@@ -86,17 +86,6 @@ def test_files_are_decoded_as_the_run_was(images, tmp_path, cli):
         assert json.loads(said)[0]["classes"] == pytest.approx(found.classes)
 
 
-def test_it_answers_as_the_commands_do(images, run, cli):
-    result = run.evaluate()
-    assert result["top1"] == pytest.approx(run.result["top1"])
-    file = next(images.rglob("*.png"))
-    (answer,) = json.loads(cli("predict", file, "--model", run.folder, "--json").out)
-    found = run.predict(file)
-    assert found.classes == pytest.approx(answer["classes"])
-    assert run.predict(Image.open(file)).classes == found.classes
-    assert list(run.predict(file, top=1).classes) == [next(iter(found.classes))]
-
-
 def test_runs_predictions_and_pages_are_shown(images, run):
     assert "convit_nano" in repr(run) and "data:image/png;base64" in run._repr_html_()
     shown = run.predict(next(images.rglob("*.png")))._repr_html_()

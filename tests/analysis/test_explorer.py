@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from locality.analysis.explorer import DECADES, write_explorer
-from locality.analysis.measures import measure_model, token_distances
+from locality.analysis.measures import token_distances
 from locality.analysis.taps import capture
 from locality.checkpoints import Classifier, Preprocessing
 from locality.errors import UserError
@@ -175,25 +175,6 @@ def test_names_labels_and_probabilities_are_shown(open_ready, subjects, images, 
     assert page.locator("#named").inner_text() == "what/b.png"
 
 
-def test_plots_show_the_measures(open_ready, file, subjects, images):
-    page = open_ready(file)
-    batch = subjects[0].prepare(images)
-    dots = page.evaluate(
-        """() => [...document.querySelectorAll(".dot")].map((dot) =>
-            ["model", "layer", "head", "value"].map((name) => Number(dot.dataset[name])))"""
-    )
-    found = {tuple(map(int, dot[:3])): [] for dot in dots}
-    for dot in dots:
-        found[tuple(map(int, dot[:3]))].append(dot[3])
-    for number, subject in enumerate(subjects):
-        for layer, record in enumerate(measure_model(subject.model, batch)["layers"]):
-            for head in range(4):
-                values = [record["nonlocality"]["mean"][head]]
-                if record["gates"]:
-                    values.append(record["gates"][head])
-                assert found[number, layer, head] == pytest.approx(values, rel=1e-4)
-
-
 def test_rollout_is_the_product_of_all_layers(open_ready, subjects, images, tmp_path):
     """Abnar & Zuidema (2020): (A + I) / 2 of the heads' mean, from the last layer to the first."""
     page = open_ready(write_explorer(subjects, images[:2], tmp_path / "rollout.html"))
@@ -237,28 +218,6 @@ def test_keys_on_coarser_grids(open_ready, shaken, tmp_path):
         shown = page.locator(f'.row .cell[data-layer="{layer}"][data-head="0"]')
         distance = float(shown.get_attribute("data-distance"))
         assert distance == pytest.approx((patches * away).sum() / patches.sum(), rel=2 * FACTOR)
-
-
-@pytest.mark.parametrize(
-    ("name", "prefix", "called"),
-    [
-        ("vit_small_patch16_dinov3", 5, "class token"),
-        ("vit_wee_patch16_reg1_gap_256", 1, "first register"),
-    ],
-)
-def test_timm_models_with_registers(open_ready, shaken, tmp_path, name, prefix, called):
-    model = shaken(build(f"timm/{name}", num_classes=3, img_size=(64, 96), depth=2), scale=0.05)
-    subject = Classifier.of(model)
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8))
-    page = open_ready(write_explorer([subject], [image], tmp_path / "timm.html"))
-    click(page, 2, 4, (4, 6))
-    for layer, maps in enumerate(compute_maps(subject, image)):
-        true = true_row(maps, "mixed", 1, prefix + 16)
-        np.testing.assert_allclose(shown_row(page, 0, layer, 1, "mixed"), true, rtol=FACTOR)
-    page.get_by_label("query from the").check()
-    assert called in page.locator("#where").inner_text()
-    found = shown_row(page, 0, 1, 0, "mixed")
-    np.testing.assert_allclose(found, true_row(maps, "mixed", 0, 0), rtol=FACTOR)
 
 
 def test_bad_input(subjects, images, tmp_path):

@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 
 from locality.analysis.explorer import live_page
-from locality.analysis.measures import measure_model
 from locality.analysis.pictures import validation_images
 from locality.analysis.taps import capture, content_off, position_off
 from locality.checkpoints import Classifier, Preprocessing, open_model
@@ -241,22 +240,6 @@ def test_a_photograph_of_ones_own_is_prepared_as_by_python(open_ready, tmp_path,
     (tmp_path / "notes.txt").write_text("not an image")
     page.locator("#own").set_input_files(tmp_path / "notes.txt")
     page.wait_for_function("document.getElementById('named').textContent.includes('notes.txt')")
-
-
-def test_nonlocality_is_that_of_the_measure(open_ready, file, trained, examples):
-    page = open_ready(file)
-    page.keyboard.press("n")
-    page.wait_for_function("live.state.example === 1")
-    page.wait_for_timeout(600)
-    for number, subject in enumerate(trained):
-        record = measure_model(subject.module(), subject.prepare([examples[1][1]]))
-        shown = page.locator(f'.model[data-model="{number}"] .far').all_inner_texts()
-        true = [layer["nonlocality"]["layer_mean"] for layer in record["layers"]]
-        np.testing.assert_allclose([float(text) for text in shown], true, atol=0.0051)
-        dots = page.locator(f'.dot[data-model="{number}"]')
-        values = dots.evaluate_all("(all) => all.map((dot) => Number(dot.dataset.value))")
-        means = [mean for layer in record["layers"] for mean in layer["nonlocality"]["mean"]]
-        np.testing.assert_allclose(values, means, atol=1e-4)
 
 
 def test_a_broken_page_says_so_and_shows_nothing_else(browser, file, tmp_path):

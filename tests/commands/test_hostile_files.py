@@ -190,21 +190,6 @@ def rows(width: int, count: int) -> bytes:
     return (b"\0" + b"\x7f" * 3 * width) * count
 
 
-def parquet(image: bytes, labels: list[int]) -> Damage:
-    """A Parquet file with one image stored once for all labels."""
-
-    def damage(root: Path) -> None:
-        pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        pytest.importorskip("datasets").config.HF_DATASETS_CACHE = str(root / "cache")
-        (root / "images").mkdir()
-        images = pa.DictionaryArray.from_arrays(pa.array([0] * len(labels)), pa.array([image]))
-        table = pa.table({"image": images, "label": labels})
-        file = root / "images" / "train.parquet"
-        pq.write_table(table, file, compression="zstd", store_schema=False)
-
-    return damage
-
-
 def table_naming(name: str) -> Damage:
     """A table of four valid images and `name`."""
 
@@ -233,7 +218,6 @@ BY_GRAPH = f"predict {IMAGE} --model a.onnx"
 CONVERT = f"convert {FILE} out"
 TRAIN = "train digits --config settings.yaml --dry_run --output other"
 RESUME = f"{TRAINING} --output run"
-ARROW = "train digits --data arrow --data.root images --dry_run --output other"
 TABLE = "train digits --data table --data.root images --dry_run --output other"
 CHECK = "data check images --dataset table --quiet"
 REPORT = "report run --output report.html"
@@ -259,25 +243,11 @@ GROUPS: dict[tuple[str, str], dict[str, Damage]] = {
         for name in ("/dev/zero", "../photo.png")
         for command in (TABLE, CHECK)
     },
-    (ARROW, "label"): {"class 2**62": parquet(b"", [0, -1] * 4 + [2**62])},
     ("train --data folder --data.root images --dry_run", "images"): {
         "nothing but pipes": lambda root: (
             write("images/cat/text.txt", "")(root),
             pipe("images/cat/a.png")(root),
         )
-    },
-    (
-        f"{TRAINING} --engine.batch_size 2 --data folder --data.root images --output other",
-        "images/val/cat/1.png",
-    ): {
-        "a damaged image to evaluate on": lambda root: [
-            write(
-                f"images/{part}/{name}/1.png",
-                png(8, 8, rows(8, 8))[: 60 if part == "val" else None],
-            )(root)
-            for part in ("train", "val")
-            for name in ("cat", "dog")
-        ]
     },
     # a saved model's description
     (PREDICT, CONFIG): {

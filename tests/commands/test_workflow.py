@@ -4,7 +4,6 @@ import csv
 import dataclasses
 import io
 import json
-import os
 import shlex
 import shutil
 from pathlib import Path
@@ -67,16 +66,6 @@ def test_pages_lie_in_what_they_are_of(run, images, tmp_path, cli, monkeypatch):
     assert Path(shown.strip()) == run.absolute() / "explorer.html"
     here = cli("report", run, "--output", "here.html").out
     assert Path(here.strip()) == tmp_path / "here.html"
-
-
-def test_predictions_are_written_to_a_table(run, images, tmp_path, cli):
-    words = ["predict", images, "--model", run, "--output"]
-    table, file = cli(*words, "-").out, tmp_path / "pred.csv"
-    assert cli(*words, file).out.strip() == str(file) and file.read_text() == table
-    first = next(images.glob("*"))
-    before = first.read_bytes()
-    cli(*words, first, code=2)  # images are not overwritten
-    assert first.read_bytes() == before
 
 
 def test_predict_takes_the_model_first_patterns_and_a_file_for_the_table(
@@ -218,15 +207,6 @@ def test_predict_names_bad_files_and_classifies_the_others(run, some_bad, cli):
     assert "3 of 100" in captured.err and captured.err.count("\n") == 4
 
 
-def test_names_of_files_that_are_not_text_are_written_as_they_are(run, images, tmp_path, cli):
-    name = os.fsdecode(b"\xe4.png")
-    (tmp_path / "odd").mkdir()
-    (tmp_path / "odd" / name).write_bytes((images / "0.png").read_bytes())
-    file = tmp_path / "odd.csv"
-    cli("predict", tmp_path / "odd", "--model", run, "--output", file)
-    assert Path(read_rows(file)[0]["path"]).read_bytes() == (images / "0.png").read_bytes()
-
-
 def test_each_image_and_class_has_its_own_numbers(tmp_path, cli):
     """By a trained model, which tells images apart; each class has another number of them."""
     model, digits = Path(__file__).parents[2] / "docs/live/digits/convit_nano", load_digits()
@@ -259,12 +239,6 @@ def test_eval_shows_the_recall_and_the_precision_of_each_class(run, tmp_path, cl
         shares = [100 * each.count(name) / len(each) for each in (own, called) if each]
         found = list(map(float, next(lines).split()[2:]))
         assert found == pytest.approx([len(own), *shares], abs=0.051)
-
-
-def test_eval_shows_predicted_classes_without_images(run, class_folders, tmp_path, cli):
-    class_folders(tmp_path / "val", {"3": 40}, size=(8, 8))
-    row = cli("eval", run, tmp_path / "val").out.splitlines()[-1].split()
-    assert row[:2] == ["4", "3"] and sum(map(int, row[2:])) == 40
 
 
 def test_report_says_what_it_leaves_out(run, tmp_path, cli):

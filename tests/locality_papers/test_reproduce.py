@@ -263,18 +263,6 @@ def test_a_teacher_learns_from_images_that_no_student_sees(one_seed, tmp_path, h
     assert found.experiment.rows == ["DeiT-S", "ConViT-S+"] and is_filled(found)
 
 
-@pytest.mark.slow
-def test_gates_move_further_at_higher_rates(one_seed, tmp_path, here):
-    (rates,) = reproduce("beyond/position-rate", one_seed, tmp_path, executor=here, quiet=True)
-    sums, gates = (
-        [rates.cell(row, key).estimate.mean for row in rates.experiment.rows]
-        for key in ("sum", "gate 0")
-    )
-    assert [each / sums[0] for each in sums[:3]] == pytest.approx([1, 10, 100])
-    away = [abs(gate - 0.7310586) for gate in gates[:3]]  # from σ(1), where all start
-    assert away == sorted(away) and 5 * away[0] < away[-1] < 260 * away[0]
-
-
 @pytest.mark.parametrize("name", ["convit/figure-4", "cvt/figure-2", "cvt/figure-3"])
 def test_architectures_are_drawn_from_the_models_built(name):
     figure = built(name, get_scale("digits", Path("runs"))).draw()

@@ -88,17 +88,6 @@ def test_processes_count_every_image_once(world_size, source, logits):
     assert whole["n"] == IMAGES
 
 
-def test_processes_with_fewer_batches_meet_the_others_equally_often(source, logits):
-    asked: dict[int, int] = {0: 0, 1: 0}
-    for rank in asked:
-
-        def stop(rank: int = rank) -> None:
-            asked[rank] += 1
-
-        evaluate(Lookup(logits), loader(source, rank, 2), num_batches=5, before_batch=stop)
-    assert asked == {0: 5, 1: 5}
-
-
 def test_an_evaluation_can_be_stopped_between_batches(source, logits):
     calls = []
 

@@ -238,23 +238,6 @@ def test_a_finished_run_does_not_answer_for_other_images(change, photos, tmp_pat
     assert_answers_only_before(on(photos), tmp_path / "run", lambda: change(photos))
 
 
-@pytest.mark.parametrize("others", [lambda files: files[:-1], lambda files: [*files[1:], files[1]]])
-def test_a_finished_run_does_not_answer_for_other_rows(others, photos, tmp_path):
-    hf = pytest.importorskip("datasets")
-    files = sorted(photos.glob("*/*/*.bmp"))
-
-    def save(files: list[Path]) -> None:
-        cells = [{"bytes": path.read_bytes(), "path": path.name} for path in files]
-        columns = {"image": cells, "label": [path.parent.name for path in files]}
-        features = hf.Features({"image": hf.Image(), "label": hf.Value("string")})
-        shutil.rmtree(tmp_path / "rows", ignore_errors=True)
-        hf.Dataset.from_dict(columns, features).save_to_disk(str(tmp_path / "rows"))
-
-    save(files)
-    config = on(tmp_path / "rows", data__dataset="arrow")
-    assert_answers_only_before(config, tmp_path / "run", lambda: save(others(files)))
-
-
 def test_a_run_is_evaluated_on_its_own_part_of_images_that_have_moved(photos, tmp_path, cli):
     found = train(on(photos / "train"), tmp_path / "run")
     elsewhere = (photos / "train").rename(tmp_path / "elsewhere")
@@ -263,12 +246,3 @@ def test_a_run_is_evaluated_on_its_own_part_of_images_that_have_moved(photos, tm
     assert (again["n"], again["loss"]) == (found["val_images"], pytest.approx(found["val_loss"]))
     write(elsewhere / "ant/new.bmp", 7)
     assert json.loads(cli(*words).out)["n"] == 37
-
-
-def test_a_finished_run_does_not_answer_for_other_labels(photos, tmp_path):
-    rows = [f"{path.relative_to(photos)},{path.parent.name}" for path in photos.glob("*/*/*.bmp")]
-    table, text = photos / "labels.csv", "\n".join(["image,label", *rows, ""])
-    table.write_text(text)
-    other = text.replace("0.bmp,ant", "0.bmp,bee")
-    config = on(table, data__dataset="table")
-    assert_answers_only_before(config, tmp_path / "run", lambda: table.write_text(other))

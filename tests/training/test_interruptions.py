@@ -20,7 +20,7 @@ from torch import Tensor
 from locality.checkpoints.run_state import load_best_state
 from locality.errors import ProcessKilled
 from locality.training import NonFiniteLoss
-from locality.training.devices import SIGNALS, SignalHandler
+from locality.training.devices import SignalHandler
 from locality.training.loop import Loop
 from locality.training.objective import Objective
 
@@ -42,12 +42,6 @@ def test_a_signal_stops_the_run_after_the_step_with_its_own_exit_code(
     assert (interrupted.step, interrupted.exit_code) == (5, code)
     assert load_best_state(tmp_path / "run")["step"] == 5
     assert not (tmp_path / "run" / "result.json").exists()
-
-
-def test_handlers_are_put_back(tmp_path):
-    before = [signal.getsignal(signum) for signum in SIGNALS]
-    train(tiny(schedule__steps=2), tmp_path / "run")
-    assert [signal.getsignal(signum) for signum in SIGNALS] == before
 
 
 def test_signals_that_are_ignored_stay_ignored():
@@ -161,12 +155,12 @@ def test_a_killed_loading_process_is_named_and_the_run_goes_on(method, tmp_path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "number"), [(1, 10), (2, 5)])
+@pytest.mark.parametrize(("processes", "number"), [(1, 10), (2, 3)])
 def test_struck_runs_end_as_undisturbed_ones(processes, number, tmp_path):
     # In a separate process that has not initialised CUDA and can fork.
     words = ["--faults", str(number), "--processes", str(processes), "--keep", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, faults.__file__, *words], capture_output=True, text=True, timeout=300
+        [sys.executable, faults.__file__, *words], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
     outcome = json.loads(done.stdout)
