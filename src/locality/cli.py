@@ -11,11 +11,10 @@ import importlib
 import io
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from locality import __version__, progress
+from locality import __version__
 from locality.errors import RunFailed, one_line, out_of_memory, printable, unknown
 
 # name → (function, as MODULE:NAME in `locality.commands` or with a full module path; help)
@@ -108,11 +107,7 @@ def _run(given: list[str]) -> int | None:
         return 2
     if first not in COMMANDS:
         raise unknown("command", first, COMMANDS)
-    progress.command_started = time.perf_counter()  # before its imports
-    try:
-        return load_command(first)([_with_underscores(word) for word in given[1:]])
-    finally:
-        progress.command_started = None
+    return load_command(first)([_with_underscores(word) for word in given[1:]])
 
 
 def load_command(name: str) -> Callable[[Sequence[str]], int | None]:

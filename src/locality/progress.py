@@ -11,9 +11,6 @@ from collections.abc import Callable, Iterator
 SECONDS = 10.0
 """Between two lines; on busy processors they come later."""
 
-command_started: float | None = None
-"""When the command line's command started, by `time.perf_counter`; None in Python."""
-
 
 @contextlib.contextmanager
 def repeating(tell: Callable[[], None]) -> Iterator[None]:

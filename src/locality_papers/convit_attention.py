@@ -269,9 +269,7 @@ def _maps_figure(t: Experiment, s: Scale, size: str, images: Sequence[int]) -> N
 
     def draw() -> Any:
         captured = [run_pictures(run.folder, max(images) + 1) for run in t.drawn]
-        return maps.maps(
-            list(zip(map(s.called, roles), captured, strict=True)), layers, image=images
-        )
+        return maps.maps(list(zip(map(s.called, roles), captured, strict=True)), layers, images)
 
     t.draw = draw
 
@@ -315,7 +313,7 @@ def figure_15(t: Experiment, s: Scale) -> None:
             ("before training", run_pictures(run.folder, _AVERAGED_IMAGES, trained=False)),
             ("after", run_pictures(run.folder, _AVERAGED_IMAGES)),
         ]
-        return maps.maps(captured, (0, deep), image=None)
+        return maps.maps(captured, (0, deep), None)
 
     t.draw = draw
 

@@ -189,7 +189,7 @@ def shuffled_maps(t: Experiment, s: Scale) -> None:
             (title, run_pictures(run.folder, _AVERAGED))
             for title, run in zip(orders, t.drawn, strict=True)
         ]
-        return maps.maps(shown, layers, heads=2, image=None)
+        return maps.maps(shown, layers, None, range(2))
 
     t.draw = draw
 

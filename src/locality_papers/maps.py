@@ -19,7 +19,6 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Rectangle
 
 from locality.analysis.pictures import DECADES, LayerPicture, Pictures, Sample, capture_pictures
-from locality.errors import UserError
 from locality.figures.style import FAINT, GATE_COLOURS, MAP_COLOURS, settings
 from locality.layers.grid import Grid
 from locality.models import Architecture, build
@@ -32,58 +31,44 @@ _INCH = 0.85
 
 def maps(
     pictures: Sequence[tuple[str, Pictures]],
-    layers: Sequence[int] | None = None,
-    heads: int | Sequence[int] = 4,
-    image: int | Sequence[int] | None = 0,
+    layers: Sequence[int],
+    images: Sequence[int] | None = (0,),
+    heads: Sequence[int] = range(4),
     per_map_scale: bool = False,
 ) -> Figure:
     """Attention maps of several models side by side, lettered from (a).
 
     Args:
         pictures: title and attention pictures of each model.
-        layers: layers to draw, from 0; by default the second and the last but two, as in the
-            paper's figures of twelve layers.
-        heads: number of heads per layer, or their indices.
-        image: index of the image, drawn too with its query boxed; several indices are drawn below
-            each other; None averages over all images.
+        layers: layers to draw, from 0.
+        images: images, drawn too with their query boxed, below each other; None averages over all.
+        heads: heads to draw.
         per_map_scale: start each map's colours at its minimum, which shows structure in nearly
             uniform maps, instead of `DECADES` below its maximum, which makes maps comparable.
     """
-    if not pictures:
-        raise UserError("give at least one model to draw the attention of")
-    blocks = [
-        [(f"layer {index + 1}", captured.layers[index]) for index in _layers(captured, layers)]
-        for _, captured in pictures
-    ]
-    images = [image] if image is None or isinstance(image, int) else list(image)
-    widths = [] if image is None else [1.6]
-    widths += [len(_heads(rows, heads)) + 0.5 for rows in blocks]
+    widths = [len(heads) + 0.5] * len(pictures)
+    widths = widths if images is None else [1.6, *widths]
+    shown: Sequence[int | None] = [None] if images is None else images
     with settings():
-        height = _INCH * max(map(len, blocks)) + 0.45
-        figure = Figure(figsize=(_INCH * sum(widths), height * len(images)))
-        bands = figure.subfigures(len(images), 1, squeeze=False)[:, 0]
-        for band, shown in zip(bands, images, strict=True):
+        height = _INCH * len(layers) + 0.45
+        figure = Figure(figsize=(_INCH * sum(widths), height * len(shown)))
+        bands = figure.subfigures(len(shown), 1, squeeze=False)[:, 0]
+        for band, image in zip(bands, shown, strict=True):
             parts = list(band.subfigures(1, len(widths), width_ratios=widths, squeeze=False)[0])
             letters = iter(string.ascii_lowercase)
-            if shown is not None:
-                _draw_image(parts.pop(0), pictures[0][1], shown, f"({next(letters)}) input")
-            for part, (title, _), rows in zip(parts, pictures, blocks, strict=True):
-                _draw_rows(part, f"({next(letters)}) {title}", rows, heads, shown, per_map_scale)
+            if image is not None:
+                _draw_image(parts.pop(0), pictures[0][1], image, f"({next(letters)}) input")
+            for part, (title, captured) in zip(parts, pictures, strict=True):
+                rows = [(f"layer {n + 1}", captured.layers[n]) for n in layers]
+                _draw_rows(part, f"({next(letters)}) {title}", rows, heads, image, per_map_scale)
     return figure
-
-
-def _heads(rows: Sequence[tuple[str, LayerPicture]], heads: int | Sequence[int]) -> Sequence[int]:
-    """Indices of the heads to draw."""
-    if not isinstance(heads, int):
-        return heads
-    return range(min(heads, max(layer.mixed.shape[1] for _, layer in rows)))
 
 
 def initial_maps(
     chosen: Sample,
-    model: str | Architecture,
-    seed: int = 0,
-    heads: int | Sequence[int] = 4,
+    model: Architecture,
+    seed: int,
+    heads: Sequence[int],
 ) -> Figure:
     """The first layer of untrained models on one image (Fig. 3).
 
@@ -91,7 +76,7 @@ def initial_maps(
 
     Args:
         chosen: one image, preprocessed for the model.
-        model: name or configuration of a ConViT.
+        model: configuration of a ConViT.
         seed: seed of the initialisation.
         heads: see `maps`.
     """
@@ -104,17 +89,7 @@ def initial_maps(
         torch.manual_seed(seed)
         network = build(model, **changes)
         captured.append((title, capture_pictures(network, chosen)))
-    return maps(captured, layers=[0], heads=heads, per_map_scale=True)
-
-
-def _layers(pictures: Pictures, layers: Sequence[int] | None) -> Sequence[int]:
-    depth = len(pictures.layers)
-    if layers is None:
-        return sorted({min(1, depth - 1), max(0, depth - 3)})
-    for layer in layers:
-        if not 0 <= layer < depth:
-            raise UserError(f"layer {layer + 1} is out of range; the model has layers 1 to {depth}")
-    return layers
+    return maps(captured, [0], heads=heads, per_map_scale=True)
 
 
 def _draw_image(part: SubFigure, pictures: Pictures, index: int, title: str) -> None:
@@ -132,17 +107,16 @@ def _draw_rows(
     part: SubFigure,
     title: str,
     rows: Sequence[tuple[str, LayerPicture]],
-    heads: int | Sequence[int],
+    heads: Sequence[int],
     image: int | None,
-    per_map_scale: bool = False,
+    per_map_scale: bool,
 ) -> None:
     """One row of maps per layer, one map per head; see `maps`."""
     part.suptitle(title, fontsize=10, fontweight="bold")
-    chosen = _heads(rows, heads)
-    grid = part.subplots(len(rows), len(chosen), squeeze=False)
+    grid = part.subplots(len(rows), len(heads), squeeze=False)
     for line, (label, layer) in zip(grid, rows, strict=True):
         attention = layer.mixed.mean(axis=0) if image is None else layer.mixed[image]
-        for head, axes in zip(chosen, line, strict=True):
+        for head, axes in zip(heads, line, strict=True):
             axes.set_xticks([])
             axes.set_yticks([])
             if head >= len(attention):
@@ -159,7 +133,7 @@ def _draw_rows(
         line[0].set_ylabel(label, fontsize=8)
 
 
-def _scaled(attention: Array, per_map_scale: bool = False) -> tuple[LogNorm, Array]:
+def _scaled(attention: Array, per_map_scale: bool) -> tuple[LogNorm, Array]:
     """A map's colour scale, and its values clipped to that scale."""
     largest = max(float(attention.max()), 1e-12)
     lowest = largest * 10.0**-DECADES

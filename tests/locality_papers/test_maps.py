@@ -26,14 +26,14 @@ def panels(figure):
 
 
 def test_a_row_shows_one_image_or_their_mean_and_boxes_the_query_on_the_keys_grid(layer):
-    _, first, second = panels(maps([("ours", pictures(layer))], [0], heads=2, image=1))
+    _, first, second = panels(maps([("ours", pictures(layer))], [0], [1], range(2)))
     np.testing.assert_allclose(second.images[0].get_array(), layer.mixed[1, 1])
     assert first.patches[0].get_xy() == (1 - 0.5, 2 - 0.5) and first.patches[0].get_width() == 1
     assert [axes.get_title() for axes in (first, second)] == ["gate 0.00", "gate 0.50"]
-    both = panels(maps([("ours", pictures(layer))], [0], heads=2, image=[1, 0]))
+    both = panels(maps([("ours", pictures(layer))], [0], [1, 0], range(2)))
     for axes, image in ((both[1], 1), (both[4], 0)):
         np.testing.assert_allclose(axes.images[0].get_array(), layer.mixed[image, 0], atol=1e-3)
-    (mean, *_) = panels(maps([("ours", pictures(layer))], [0], heads=2, image=None))
+    (mean, *_) = panels(maps([("ours", pictures(layer))], [0], None, range(2)))
     np.testing.assert_allclose(mean.images[0].get_array(), layer.mixed[:, 0].mean(0))
 
 
@@ -46,7 +46,7 @@ def test_the_query_is_boxed_where_images_are_not_square():
 
 def test_colours_reach_three_powers_of_ten_below_the_largest_value():
     layer = LayerPicture((1, 2), (0, 0), np.array([[[[1.0, 1e-9]]]]))
-    image = panels(maps([("", pictures(layer))], [0], image=None))[0].images[0]
+    image = panels(maps([("", pictures(layer))], [0], None))[0].images[0]
     assert image.get_array().min() == pytest.approx(1e-3)
     assert image.norm.vmax == 1.0
 

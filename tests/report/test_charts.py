@@ -65,8 +65,6 @@ def test_baselines_are_found_by_the_table_of_models(make_run):
 def test_numbers_in_sentences():
     assert charts.percent(0.05) == "5%" and charts.percent(0.005) == "0.5%"
     assert page.format_estimate(Estimate(69.04, 2.06, 5)) == "69.0 ± 2.1"
-    assert page.format_estimate(Estimate(3.2, None, 1), sign=True) == "+3.2"
-    assert page.format_estimate(Estimate(-3.2, 1.0, 3), sign=True) == "−3.2 ± 1.0"
     assert page.format_share(Estimate(69.04, 2.06, 5)) == "69.0 ± 2.1"
     assert page.format_share(Estimate(40.4, 56.6, 2)) == "40.4 (0 to 97)"
     assert page.format_share(Estimate(95.0, 10.9, 2)) == "95.0 (84.1 to 100)"

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locality import checks, progress, training
+from locality import checks, training
 from locality.commands import Parser, first_word, folder_name, images_at, peek, say
-from locality.data.folder import part_of
 from locality.errors import UserError, printable, some, unknown
 from locality.files import missing, read_yaml
 from locality.machine import end_if_importing, is_main_process
@@ -52,7 +51,7 @@ def train(arguments: Sequence[str], command: str = "train") -> None:
     WEIGHTS` starts from weights, with the same options. Otherwise a recipe (default: digits) sets
     all values; override them by name or with --config FILE.yaml.
     """
-    started = progress.command_started or time.perf_counter()
+    started = time.perf_counter()
     config, options = read_run(arguments, command)
     if options.print_config:
         print(to_yaml(config), end="")
@@ -115,12 +114,8 @@ def _closing(folder: Path, result: dict[str, Any], baselines: str) -> list[str]:
             f", opened with the weights of step {kept:,}, the best evaluation (an optimistic "
             f"estimate); the weights of step {last:,} are in checkpoints/last.ckpt"
         )
-    run, image = shlex.quote(str(folder)), Path(predictions.paths[0])
-    trained_on = any(part_of(part) == "train" for part in image.parts)  # by its name, at least
-    shown = image.is_file() and not trained_on
-    use = f"predict {run} {shlex.quote(str(image))}" if shown else f"eval {run}"
-    following = (f"report {run}", f"explore {run}", use)
-    return [*lines, *(f"next      locality {command}" for command in following)]
+    run = shlex.quote(str(folder))
+    return [*lines, *(f"next      locality {name} {run}" for name in ("report", "explore", "eval"))]
 
 
 def finetune(arguments: Sequence[str]) -> None:

@@ -139,9 +139,9 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
     }
 
 
-def format_estimate(value: Estimate, sign: bool = False) -> str:
-    """69.0 ± 2.1, or 69.0 without an interval; `sign` writes +69.0 or −69.0."""
-    mean = minus(f"{value.mean:+.1f}") if sign else f"{value.mean:.1f}"
+def format_estimate(value: Estimate) -> str:
+    """69.0 ± 2.1, or 69.0 without an interval."""
+    mean = f"{value.mean:.1f}"
     return mean if value.half_width is None else f"{mean} ± {value.half_width:.1f}"
 
 
