@@ -11,7 +11,6 @@ import contextlib
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from locality.errors import (
 )
 from locality.files import write_atomic
 from locality.machine import arithmetic_threads
-from locality.models import ImageClassifier
 from locality.progress import doing
 from locality.runs import RunFolder, is_run_folder
 from locality.settings import from_dict, replace, to_yaml
@@ -56,6 +54,7 @@ def train(
     *,
     quiet: bool = False,
     started: float | None = None,
+    components: type[Components] = Components,
 ) -> dict[str, Any]:
     """Train in `folder`; resume an unfinished run, or return the result of a finished one.
 
@@ -67,6 +66,7 @@ def train(
         quiet: print nothing.
         started: when the command started, by `time.perf_counter`; now if None. The minutes of
             `schedule.minutes` begin then.
+        components: the class of model, optimiser and objective, such as a supernet's.
 
     Returns:
         the content of result.json.
@@ -74,56 +74,24 @@ def train(
     Raises:
         UserError: if the run cannot work as configured, or the folder belongs to another run.
         Interrupted: if a signal stopped it; the checkpoint is written and the same call resumes.
-        ProcessKilled: if another process of the run was killed, such as for lack of memory; the
-            same call resumes.
+        ProcessKilled: if a data loading process was killed, such as for lack of memory; the same
+            call resumes.
         NonFiniteLoss: if the loss is not finite.
         DamagedCheckpoint: if all checkpoints are damaged.
         CheckpointNotSaved: if the disk is full.
     """
-    begun = time.perf_counter() if started is None else started
-    return launch(Training(config, RunFolder(folder), quiet, begun))
-
-
-@dataclass
-class Training:
-    """The training of each process; subclasses may use other images or another loss.
-
-    Attributes:
-        config: the complete run.
-        folder: its folder.
-        quiet: print nothing.
-        started: as for `train`.
-    """
-
-    config: RunConfig
-    folder: RunFolder
-    quiet: bool = False
-    started: float = field(default_factory=time.perf_counter)
-
-    def __post_init__(self) -> None:
-        # A run of minutes keeps the decay that it recorded, whoever continues it.
-        if self.config.schedule.minutes is not None and is_run_folder(self.folder.path):
-            decay = read_config(self.folder.path).schedule.decay
-            if decay is not None:
-                self.config = replace(self.config, {"schedule.decay": decay})
-
-    def resolve(self) -> ResolvedRun:
-        """The run with its data."""
-        return ResolvedRun(self.config, classes=self.folder.recorded_classes())
-
-    def components(self, fabric: Fabric, run: ResolvedRun, model: ImageClassifier) -> Components:
-        """The model, optimiser and objective of the run."""
-        return Components(fabric, run, model)
-
-
-def launch(training: Training) -> dict[str, Any]:
-    """Train in all processes of a run; returns and raises as `train`."""
-    fabric = create_fabric(training.config.engine)
+    started = time.perf_counter() if started is None else started
+    run = RunFolder(folder)
+    # A run of minutes keeps the decay that it recorded, whoever continues it.
+    if config.schedule.minutes is not None and is_run_folder(folder):
+        decay = read_config(folder).schedule.decay
+        config = config if decay is None else replace(config, {"schedule.decay": decay})
+    fabric = create_fabric(config.engine)
     fabric.launch()
     atexit.register(leave_group)
     try:
         with translate_killed_worker():
-            outcome = _train(training, fabric)
+            outcome = _train(config, run, quiet, started, components, fabric)
     except BaseException as error:
         # The traceback holds the model, which holds the process group.
         _clear_frames(error)
@@ -134,7 +102,7 @@ def launch(training: Training) -> dict[str, Any]:
         else:
             raise
     finally:
-        training.folder.lock.release()
+        run.lock.release()
     if isinstance(outcome, dict):
         return outcome
     if fabric.global_rank > 0 and not isinstance(outcome, ProcessKilled):
@@ -149,14 +117,20 @@ def _clear_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _train(training: Training, fabric: Fabric) -> dict[str, Any] | Exception:
-    config, folder, quiet = training.config, training.folder, training.quiet
+def _train(
+    config: RunConfig,
+    folder: RunFolder,
+    quiet: bool,
+    started: float,
+    components: type[Components],
+    fabric: Fabric,
+) -> dict[str, Any] | Exception:
     opened: _Opened | None = None
 
     def check() -> dict[str, Any] | str:
         nonlocal opened
         with doing("checking images and settings", quiet, at_once=False):
-            shared, opened = _check(training)
+            shared, opened = _check(config, folder)
         return shared
 
     shared = _on_rank0(fabric, check)
@@ -168,7 +142,7 @@ def _train(training: Training, fabric: Fabric) -> dict[str, Any] | Exception:
         return shared
     if opened is None:  # another rank, after rank 0 has checked everything
         resumed = read_checkpoint(folder.checkpoints / shared) if shared else None
-        opened = training.resolve(), resumed
+        opened = ResolvedRun(config, classes=folder.recorded_classes()), resumed
     run, checkpoint = opened
     with arithmetic_threads(config.engine.threads), SignalHandler().installed() as signals:
         # A resumed run takes its weights from the checkpoint, whatever it started from.
@@ -177,7 +151,7 @@ def _train(training: Training, fabric: Fabric) -> dict[str, Any] | Exception:
             run.notes += changes
         else:
             model = build_model(config, len(run.splits.classes))
-        parts = training.components(fabric, run, model)
+        parts = components(fabric, run, model)
         state = TrainState() if checkpoint is None else parts.load(checkpoint)
         if error := _on_rank0(fabric, lambda: _begin(folder, run)):
             return error
@@ -197,7 +171,7 @@ def _train(training: Training, fabric: Fabric) -> dict[str, Any] | Exception:
             lines = [f"run {folder.path}, seed {config.seed}", *str(run).splitlines()]
             recorder.log("\n  ".join(lines))
         with contextlib.closing(recorder):
-            loop = Loop(fabric, run, parts, recorder, signals, state, training.started)
+            loop = Loop(fabric, run, parts, recorder, signals, state, started)
             return fabric.broadcast(recorder.finish(loop.run()))
 
 
@@ -215,7 +189,7 @@ def _on_rank0(fabric: Fabric, function: Callable[[], Any]) -> Any:
 _Opened = tuple[ResolvedRun, dict[str, Any] | None]
 
 
-def _check(training: Training) -> tuple[dict[str, Any] | str, _Opened | None]:
+def _check(config: RunConfig, folder: RunFolder) -> tuple[dict[str, Any] | str, _Opened | None]:
     """Check everything without writing, and lock the folder if it is a run's.
 
     Returns:
@@ -226,9 +200,8 @@ def _check(training: Training) -> tuple[dict[str, Any] | str, _Opened | None]:
         UserError: if the run cannot work as configured, or cannot continue with its images.
         DamagedCheckpoint: if all checkpoints are damaged.
     """
-    config, folder = training.config, training.folder
     check_places(config, folder.path)
-    run = training.resolve()
+    run = ResolvedRun(config, classes=folder.recorded_classes())
     run.check_start()
     if is_run_folder(folder.path):
         folder.lock.acquire()

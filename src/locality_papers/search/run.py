@@ -23,11 +23,10 @@ from locality.checkpoints.api import load
 from locality.data import BatchLoader, ImageSource, eval_loader, open_data
 from locality.errors import UserError
 from locality.files import csv_text, read_json, read_text, write_atomic
-from locality.runs import RunFolder
 from locality.settings import differences, from_yaml, replace, to_yaml
 from locality.training.cost import image_counts
 from locality.training.devices import create_fabric
-from locality.training.engine import launch
+from locality.training.engine import train
 from locality.training.evaluation import evaluate
 from locality.training.model import meta_model
 from locality.training.optim import make_plan
@@ -77,10 +76,12 @@ class Search:
         self.wait_for_others()
         if (self.path / _RESULT).exists():
             return read_json(self.path / _RESULT)
-        training = supernet.SupernetTraining(
-            self.config.largest, RunFolder(self.path / "supernet"), self.quiet
+        train(
+            self.config.largest,
+            self.path / "supernet",
+            quiet=self.quiet,
+            components=supernet.SupernetComponents,
         )
-        launch(training)
         self.load_supernet()
         generator = np.random.default_rng([self.config.run.seed, 0])
         count = self.config.evaluations

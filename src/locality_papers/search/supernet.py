@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning_fabric import Fabric
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -21,9 +20,7 @@ from locality.errors import UserError
 from locality.layers.block import Block
 from locality.layers.grid import hidden_width
 from locality.models import ImageClassifier, build
-from locality.training.engine import Training
 from locality.training.objective import Objective
-from locality.training.resolved_run import ResolvedRun
 from locality.training.state import Components
 from locality_papers.search.space import OPTIONS, Candidate, SearchSpace
 
@@ -166,11 +163,3 @@ class SupernetComponents(Components):
     def module(self) -> nn.Module:
         """The supernet: images → logits of several candidates."""
         return Supernet(self.model, SearchSpace(self.model.config))
-
-
-class SupernetTraining(Training):
-    """Training of a supernet."""
-
-    def components(self, fabric: Fabric, run: ResolvedRun, model: ImageClassifier) -> Components:
-        """The components of a supernet."""
-        return SupernetComponents(fabric, run, model)
