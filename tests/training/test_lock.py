@@ -59,20 +59,12 @@ def test_a_second_process_is_refused_at_once_with_who_holds_the_folder(tmp_path)
 
 
 @pytest.mark.slow
-def test_the_folder_is_taken_while_any_process_of_the_run_lives(tmp_path):
-    with holder(tmp_path / "lock") as (process, _):
+def test_what_is_left_of_a_run_keeps_the_folder_and_is_waited_for(tmp_path):
+    with holder(tmp_path / "lock") as (process, worker):
         process.kill()
         process.wait()
         with pytest.raises(UserError, match="remaining processes"):
             FolderLock(tmp_path / "lock").acquire(timeout=0.2)
-    FolderLock(tmp_path / "lock").acquire(timeout=5)
-
-
-@pytest.mark.slow
-def test_what_is_left_of_a_run_is_waited_for(tmp_path):
-    with holder(tmp_path / "lock") as (process, worker):
-        process.kill()
-        process.wait()
         killer = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -9 {worker}"])
         FolderLock(tmp_path / "lock").acquire(timeout=30)
         killer.wait()

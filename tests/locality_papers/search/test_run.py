@@ -1,16 +1,13 @@
 """Short whole searches: output files, resuming, and refusals."""
 
 import itertools
-import os
-import subprocess
-import sys
 
 import pytest
 import yaml
 
 from locality.cli import main
 from locality.errors import UserError
-from locality.files import read_json, read_rows
+from locality.files import read_rows
 from locality.runs import RunFolder
 from locality.settings import replace
 from locality.training.config import read_config
@@ -123,18 +120,3 @@ def test_bad_input_is_one_sentence(tmp_path, capsys):
         error = capsys.readouterr().err
         assert said in error and error.count("\n") == 1, error
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_two_processes_search_together(tmp_path):
-    words = [
-        f"--{name.removeprefix('run.')}={value}"
-        for name, value in TINY.items()
-        if isinstance(value, int | str)
-    ]
-    words += ["--engine.accelerator=cpu", "--quiet", "--output", str(tmp_path)]
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [sys.executable, "-m", *torchrun, "-m", "locality", "search", "digits"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, *words], check=True, env=environment, timeout=300)
-    assert read_json(tmp_path / "result.json")["macs"] <= 4e6
