@@ -2,7 +2,6 @@
 
 import csv
 import dataclasses
-import io
 import json
 import shlex
 import shutil
@@ -68,18 +67,12 @@ def test_pages_lie_in_what_they_are_of(run, images, tmp_path, cli, monkeypatch):
     assert Path(here.strip()) == tmp_path / "here.html"
 
 
-def test_predict_takes_the_model_first_patterns_and_a_file_for_the_table(
-    run, images, tmp_path, cli, monkeypatch
-):
+def test_predict_takes_the_model_first_and_a_file_for_the_table(run, images, tmp_path, cli):
     table = cli("predict", images, "--model", run, "--output", "-").out
-    for given in ([images], [f"{images}/*.png"], [f"{images}/0.png", f"{images}/[12].png"]):
+    for given in ([images], sorted(images.glob("*.png"))):
         assert cli("predict", run, *given, "--output", "-").out == table
     cli("predict", run, images, "--output", tmp_path / "p.csv")
     assert (tmp_path / "p.csv").read_text() == table
-    stream = io.TextIOWrapper(io.BytesIO((images / "0.png").read_bytes()))
-    monkeypatch.setattr("sys.stdin", stream)
-    alone = cli("predict", run, "-", "--output", "-").out
-    assert alone.splitlines()[1].split(",")[1:] == table.splitlines()[1].split(",")[1:]
 
 
 def test_the_end_of_a_run_says_what_to_type_and_that_works(tmp_path, cli):

@@ -60,7 +60,7 @@ def predict(arguments: Sequence[str]) -> int:
         1 if some files cannot be read.
     """
     parser = Parser("predict", predict.__doc__)
-    what = "the model (unless --model), then image files, folders, patterns, or - for stdin"
+    what = "the model (unless --model), then image files or folders"
     parser.add_argument("images", nargs="+", help=what)
     parser.add_model("--model", graph=True)
     parser.add("--top", 5, "number of classes to show")

@@ -44,27 +44,15 @@ _MAX_SCANS = 50
 # Suppresses Pillow's warnings about large images and odd metadata; both are handled here.
 _quiet = partial(warnings.catch_warnings, action="ignore")
 _DECODED = "locality: decoded"  # in `info` of images in RGB
-_FLIP = Image.Transpose
-# By EXIF orientation.
-_TURNS = {
-    2: _FLIP.FLIP_LEFT_RIGHT,
-    3: _FLIP.ROTATE_180,
-    4: _FLIP.FLIP_TOP_BOTTOM,
-    5: _FLIP.TRANSPOSE,
-    6: _FLIP.ROTATE_270,
-    7: _FLIP.TRANSVERSE,
-    8: _FLIP.ROTATE_90,
-}
+_NAMES = "FLIP_LEFT_RIGHT ROTATE_180 FLIP_TOP_BOTTOM TRANSPOSE ROTATE_270 TRANSVERSE ROTATE_90"
+# By EXIF orientation, from 2 on.
+_TURNS = {number: Image.Transpose[name] for number, name in enumerate(_NAMES.split(), 2)}
 # Errors of the machine, not of the file: skipping images for them would make runs differ.
 _MACHINE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR)
 
 
 class BadImage(Exception):
     """An image that cannot be decoded; the message gives the reason, not the image's name."""
-
-
-class TooManyPixels(BadImage):
-    """An image refused only for its size."""
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
@@ -114,9 +102,7 @@ def _open_image(file: IO[bytes], decoding: Decoding) -> ImageFile.ImageFile:
         try:
             image = Image.open(file, formats=_formats())
         except Image.DecompressionBombError as error:
-            raise TooManyPixels(
-                f"the image has more than {decoding.max_pixels:,} pixels"
-            ) from error
+            raise BadImage(f"the image has more than {decoding.max_pixels:,} pixels") from error
         except Image.UnidentifiedImageError as error:
             reason = "the file is not an image of a known format"
             file.seek(4)
@@ -126,7 +112,7 @@ def _open_image(file: IO[bytes], decoding: Decoding) -> ImageFile.ImageFile:
     # For each row, Pillow stores a pointer of the size of two pixels.
     if max(image.width, 3) * image.height > decoding.max_pixels:
         size = f"{image.width} × {image.height}"
-        raise TooManyPixels(f"the image has {size} pixels, more than {decoding.max_pixels:,}")
+        raise BadImage(f"the image has {size} pixels, more than {decoding.max_pixels:,}")
     return image
 
 

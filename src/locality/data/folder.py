@@ -12,13 +12,11 @@ import logging
 import os
 import re
 import shutil
-import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
-from glob import glob
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -52,7 +50,6 @@ _PART = re.compile(
     r"((images?|imgs?|data)[\W_]*)?((?P<train>train(ing)?)|(?P<val>val(id(ation)?)?)"
     r"|(?P<dev>dev(elopment)?)|(?P<test>test(ing)?))([\W_]*(images?|imgs?|data|set|split))*[\W_\d]*"
 )
-_STDIN = Path("/dev/stdin")
 
 
 @dataclass
@@ -223,14 +220,10 @@ def short_name(path: Path | str) -> str:
 def image_files(paths: Iterable[str]) -> Iterator[Path]:
     """The image files in paths of files and folders, sorted within a folder.
 
-    A folder stands for all images in it and its subfolders. A pattern ("loose/*.jpg") is expanded
-    unless a file has that name; - is standard input.
+    A folder stands for all images in it and its subfolders.
     """
-    for name in paths:
-        path = _STDIN if name == "-" else Path(name)
-        if matches := [] if os.path.lexists(path) else sorted(glob(name, recursive=True)):
-            yield from image_files(matches)
-        elif path.is_dir():
+    for path in map(Path, paths):
+        if path.is_dir():
             listing = Listing(path)
             inside = list(_images(path, "", set(), listing))
             if not inside:
@@ -245,7 +238,7 @@ def image_files(paths: Iterable[str]) -> Iterator[Path]:
 def read_image(file: Path, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
     """Read an image file as RGB; errors name the file."""
     with wrap_errors(str(file), BadImage):
-        return decode(sys.stdin.buffer.read() if file == _STDIN else read_bytes(file), decoding)
+        return decode(read_bytes(file), decoding)
 
 
 def check_root(config: DataConfig) -> None:
