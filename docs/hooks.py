@@ -41,7 +41,7 @@ REFERENCE = {
     "training": ["locality.training"],
     "analysis": ["locality.analysis", "locality.analysis.measures"],
     "figures": ["locality.figures"],
-    "runner": [f"locality.runner.{module}" for module in ("runs", "executors", "comparison")],
+    "runner": [f"locality.runner.{module}" for module in ("runs", "comparison")],
     "locality_papers": [
         f"locality_papers.{module}"
         for module in (
