@@ -12,7 +12,7 @@ BAD = {
     DataConfig: [
         *({"dataset": "digit"}, {"subset": "random"}, {"workers": -1}, {"workers": True}),
         *({"fraction": value} for value in (0.0, 1.5, float("nan"), "half")),
-        *({"first_classes": 0}, {"first_classes": 2.5}, {"split_seed": 0.5}),
+        *({"split_seed": -1}, {"split_seed": 0.5}),
         *({"train_part": (0.5, 0.5)}, {"fold": (3, 3)}, {"val_part": (0.5, 1)}),
         {"train_part": (0, 0.5), "fold": (0, 2)},
     ],

@@ -8,8 +8,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from locality.data import DataConfig, open_data
+from locality.data.datasets import open_digits
 from locality.data.sampling import class_fraction, class_slice, stratified_split
-from locality.data.sources import open_digits
 from locality.errors import UserError
 
 # Sizes of the paper's Table 2, on unbalanced, unordered classes.
@@ -112,13 +112,6 @@ def test_every_digit_is_evaluated_in_one_fold_and_trained_on_in_the_others():
     for fold, evaluated in zip(folds, held, strict=True):
         assert len(fold.train) + len(fold.val) == 1797
         assert not pictures_of(fold.train) & evaluated
-
-
-def test_the_first_classes():
-    first = open_data(DataConfig(first_classes=3, fraction=0.5), seed=0)
-    assert first.classes == ["0", "1", "2"] and set(first.val.labels.tolist()) == {0, 1, 2}
-    with pytest.raises(UserError, match="11"):
-        open_data(DataConfig(first_classes=11), seed=0)
 
 
 def test_digits():

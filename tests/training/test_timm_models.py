@@ -68,13 +68,15 @@ def test_the_whole_life_of_a_run(tmp_path, cli):
 
 
 @pytest.mark.slow
-def test_it_teaches_and_starts_other_runs(tmp_path):
+def test_it_teaches_and_starts_other_runs(tmp_path, class_folders):
     train(resnet(), tmp_path / "teacher")
     taught = {"model.name": "deit_nano", "objective.teacher": str(tmp_path / "teacher")}
     taught |= {"model.img_size": None}
     assert train(resnet(**taught), tmp_path / "student")["steps"] == 8
     start = {"weights": str(tmp_path / "teacher"), "schedule.snapshot_every": 8}
-    train(resnet(**start, **{"data.first_classes": 5}), tmp_path / "other")
+    photos = class_folders(tmp_path / "photos", {f"c{number}": 4 for number in range(5)})
+    start |= {"data.dataset": "folder", "data.root": str(photos), "data.fraction": 1.0}
+    train(resnet(**start), tmp_path / "other")
     first = load_file(tmp_path / "other/snapshots/step-00000000.safetensors")
     teacher = load_run(tmp_path / "teacher")[0].state_dict()
     assert first.keys() == teacher.keys()

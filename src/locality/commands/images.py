@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 32
 _CLASSES = 20  # maximum number of classes in printed tables
-_RESTRICTIONS = "part fraction train_part val_part fold first_classes"
+_RESTRICTIONS = "part fraction train_part val_part fold"
 _WHOLE = {f"data.{name}": getattr(DataConfig(), name) for name in _RESTRICTIONS.split()}
 _READING = {"dataset", "allow_outside", "grey_bits", "exif"}
 _READING |= {"image_column", "label_column"}

@@ -74,7 +74,6 @@ class DataConfig:
             choose settings; must not overlap `train_part`.
         fold: (i, k) evaluates on the i-th (from 0) of k equal parts of the training images and
             trains on the others; an existing validation split is ignored.
-        first_classes: keep the first k classes in sorted order; None keeps all.
         val_fraction: fraction of each class held out if the dataset has no validation split.
         split_seed: seed of that split and of the parts; not the run's, so that all seeds share the
             validation images.
@@ -102,7 +101,6 @@ class DataConfig:
     train_part: Part = (0.0, 1.0)
     val_part: Part | None = None
     fold: tuple[int, int] | None = setting(None, "sample")
-    first_classes: checks.Count | None = None
     val_fraction: checks.ProperShare = 0.25
     split_seed: checks.Natural = setting(0, "sample")
     on_bad_image: Literal["auto", "error", "skip"] = setting("auto", "how")
@@ -118,6 +116,7 @@ class DataConfig:
     REMOVED = (
         *(("cache_gb", 10.0), ("crops", "exact"), ("difficulty", None), ("real_labels", None)),
         *(("subset_seed", None), ("max_pixels", PIXEL_LIMIT), ("skip_classes", 0)),
+        ("first_classes", None),
     )
 
     def __post_init__(self) -> None:

@@ -77,8 +77,6 @@ def open_data(
     if val is None:
         whole = whole or config.fold is not None
         train, val = (train, train) if whole else _split(config, train)
-    if config.first_classes is not None:
-        classes, train, val = _first_classes((classes, train, val), config.first_classes)
     if config.val_part is not None:
         val = train.subset(_slice(train, config.val_part, config.split_seed))
     if config.fold is not None:
@@ -125,14 +123,6 @@ def renumber(opened: Any, order: list[str]) -> Any:
             source.labels = numbers[source.labels]
         parts.append(source)
     return order, parts[0], parts[1]
-
-
-def _first_classes(opened: Opened, count: int) -> Opened:
-    """The images of the first `count` classes."""
-    classes, *_ = opened
-    if count > len(classes):
-        raise UserError(f"there are {len(classes)} classes, not {count}")
-    return renumber(opened, classes[:count])
 
 
 def _split(config: DataConfig, source: ImageSource) -> tuple[ImageSource, ImageSource]:
@@ -334,7 +324,20 @@ def _unused_bits(images: Iterable[Examined]) -> tuple[str, bool]:
     ), black
 
 
-# -- ImageNet and its variants ---------------------------------------------------------------------
+# -- openers ---------------------------------------------------------------------------------------
+
+
+def open_digits(config: DataConfig) -> tuple[list[str], ImageSource, None]:
+    """1,797 handwritten digits, 8×8, grey as RGB; the images of scikit-learn's `load_digits`.
+
+    They are the test part of the UCI repository's "Optical Recognition of Handwritten Digits"
+    (Alpaydin and Kaynak, 1998; CC BY 4.0).
+    """
+    with np.load(Path(__file__).with_name("digits.npz")) as data:
+        # 17 grey levels, 0 … 16, stretched to 0 … 255.
+        grey = np.rint(data["images"] * (255 / 16)).astype(np.uint8)
+        source = ArraySource(np.repeat(grey[..., None], 3, axis=-1), data["labels"], "digits")
+    return [str(digit) for digit in range(10)], source, None
 
 
 def open_imagenet(config: DataConfig) -> Opened:
@@ -347,7 +350,8 @@ def open_imagenet(config: DataConfig) -> Opened:
 
 def open_imagenet100(config: DataConfig) -> Opened:
     """The first 100 classes of an ImageNet folder."""
-    return _first_classes(open_imagenet(config), 100)
+    opened = open_imagenet(config)
+    return renumber(opened, opened[0][:100])
 
 
 # -- through torchvision ---------------------------------------------------------------------------

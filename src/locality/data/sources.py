@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
+from locality.data.config import DEFAULT_DECODING, Decoding
 from locality.data.decoding import BadImage, decode, read_bytes
 from locality.errors import UserError, some, wrap_errors
 from locality.files import gunzip, in_threads, open_file
@@ -295,18 +295,16 @@ class DataSplits:
     train: ImageSource
     val: ImageSource
 
-
-def open_digits(config: DataConfig) -> tuple[list[str], ImageSource, None]:
-    """1,797 handwritten digits, 8×8, grey as RGB; the images of scikit-learn's `load_digits`.
-
-    They are the test part of the UCI repository's "Optical Recognition of Handwritten Digits"
-    (Alpaydin and Kaynak, 1998; CC BY 4.0).
-    """
-    with np.load(Path(__file__).with_name("digits.npz")) as data:
-        # 17 grey levels, 0 … 16, stretched to 0 … 255.
-        grey = np.rint(data["images"] * (255 / 16)).astype(np.uint8)
-        source = ArraySource(np.repeat(grey[..., None], 3, axis=-1), data["labels"], "digits")
-    return [str(digit) for digit in range(10)], source, None
+    def notes(self) -> list[str]:
+        """Notes on classes without images, and on uneven ones."""
+        notes = []
+        for part, source in (("training", self.train), ("validation", self.val)):
+            if empty := [name for name, count in source.counts(self.classes).items() if not count]:
+                notes.append(
+                    f"{len(empty)} of {len(self.classes):,} classes have no {part} images: "
+                    f"{some(empty)}"
+                )
+        return [*notes, *filter(None, [imbalance(self.train.counts(self.classes))])]
 
 
 @dataclass(frozen=True)
@@ -424,22 +422,6 @@ def imbalance(counts: Mapping[str, int]) -> str:
         f"classes hardly change top-1: look at each class's accuracy, add images, or train with "
         f"--objective.class_weights true"
     )
-
-
-def class_notes(counts: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Notes on classes without images, and on uneven ones.
-
-    Args:
-        counts: images per class of each part, "training" first.
-    """
-    notes = []
-    for part, by_class in counts.items():
-        if empty := [name for name, count in by_class.items() if not count]:
-            notes.append(
-                f"{len(empty)} of {len(by_class):,} classes have no {part} images: {some(empty)}"
-            )
-    uneven = imbalance(next(iter(counts.values())))
-    return [*notes, uneven] if uneven else notes
 
 
 def numbered(names: Sequence[str]) -> str:

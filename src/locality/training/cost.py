@@ -138,13 +138,12 @@ def image_counts(config: RunConfig) -> tuple[int, int, int]:
     known = _IMAGENET_22K if config.recipe == "cvt_22k" else known
     if known is not None:
         images, evaluated, classes = known
-        kept = min(data.first_classes or classes, classes)
-        share = kept / classes * (data.part[1] - data.part[0])
+        share = data.part[1] - data.part[0]
         if data.val_part is not None:
             evaluated = images * (data.val_part[1] - data.val_part[0])
         elif data.fold is not None:
             evaluated = images / data.fold[1]
-        return round(images * share * data.train_share), round(evaluated * share), kept
+        return round(images * share * data.train_share), round(evaluated * share), classes
     return _opened(data, config.seed)
 
 

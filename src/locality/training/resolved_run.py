@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from locality import machine
 from locality.data import DataSplits, open_data
-from locality.data.sources import ImageFingerprint, class_notes
+from locality.data.sources import ImageFingerprint
 from locality.errors import UserError
 from locality.models import ImageClassifier, count_macs, count_parameters
 from locality.settings import replace
@@ -74,12 +74,7 @@ class ResolvedRun:
                 f"dataset '{self.splits.name}' has {len(self.splits.classes)} class; a classifier "
                 f"needs at least two: one folder of images per class"
             )
-        self.notes = class_notes(
-            {
-                "training": self.splits.train.counts(self.splits.classes),
-                "validation": self.splits.val.counts(self.splits.classes),
-            }
-        )
+        self.notes = self.splits.notes()
         if self.plan.batch_size > len(self.splits.train):
             self.notes.append(
                 f"a batch of {self.plan.batch_size:,} is larger than the training set: every step "
