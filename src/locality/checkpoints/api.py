@@ -17,7 +17,7 @@ from torch import Tensor
 
 from locality.checkpoints.formats import timm_preprocessing
 from locality.checkpoints.loading import load_weights, read, set_data_config
-from locality.checkpoints.native import ProblemType, probabilities
+from locality.checkpoints.native import ProblemType
 from locality.checkpoints.onnx import open_graph
 from locality.checkpoints.registry import WEIGHT_FILES, detect_kind, graph_not_model, source
 from locality.data.config import Preprocessing
@@ -106,7 +106,9 @@ class Classifier:
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Logits (B, classes) → probabilities: of each class alone if an image has several."""
-        return probabilities(logits, self.problem_type)
+        if self.problem_type == "multi_label_classification" or logits.shape[-1] == 1:
+            return logits.sigmoid()  # as in transformers' pipeline
+        return logits.softmax(dim=-1)
 
     def check_one_label(self) -> None:
         """Check that each image has one class.

@@ -192,13 +192,6 @@ ProblemType = Literal["single_label_classification", "multi_label_classification
 """What a head's numbers mean, in transformers' words."""
 
 
-def probabilities(logits: Tensor, problem_type: ProblemType | None) -> Tensor:
-    """The probabilities (B, classes) of a classifier's logits, as in transformers' pipeline."""
-    if problem_type == "multi_label_classification" or logits.shape[-1] == 1:
-        return logits.sigmoid()
-    return logits.softmax(dim=-1)
-
-
 def meta_state_dict(config: Any) -> dict[str, Tensor]:
     """The state dict of the model of `config` on the meta device: names and shapes."""
     with torch.device("meta"):
@@ -216,8 +209,7 @@ class Checkpoint:
         preprocessing: preprocessing of the images, or None if unknown; gets the model's image size
             if it has none.
         classes: class names in the order of the logits, or None.
-        problem_type: what the logits mean, see `probabilities`; the model's own attribute of this
-            name.
+        problem_type: what the logits mean, as in transformers; also an attribute of the model.
         figures: results for the model card, for example a run's `result.json`.
     """
 
