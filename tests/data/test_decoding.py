@@ -281,12 +281,3 @@ def test_scans_are_counted_where_all_are_decoded():
     assert decode(once).size == (64, 64)
     with pytest.raises(BadImage, match="109 scans"):
         decode(often)
-
-
-def test_scans_of_one_component_are_counted():
-    colour, grey = (encoded(Image.new(mode, (64, 64)), "JPEG") for mode in ("RGB", "L"))
-    content = grey[grey.index(b"\xff\xda") + 10 : -2]
-    scan = b"\xff\xda\0\x08\1\1\0\0\x3f\0" + content
-    data = colour[: colour.index(b"\xff\xda")] + scan * 100 + b"\xff\xd9"
-    with pytest.raises(BadImage, match="has 100 scans"):
-        decode(data)
