@@ -94,12 +94,6 @@ def test_training_again_changes_nothing_and_all_differences_are_named(run, cli):
         assert all(name in error for name in ("optim.lr", "augment.affine", "seed"))
 
 
-def test_eval_of_converted_weights_is_eval_of_the_run(run, tmp_path, cli):
-    cli("convert", run, tmp_path / "saved")
-    converted = json.loads(cli("eval", tmp_path / "saved", "--data", "digits", "--json").out)
-    assert converted["top1"] == json.loads(cli("eval", run, "--json").out)["top1"]
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_command_line_repeats_every_recipe(name):
     changed, _ = read_run([name, "--seed=7"])

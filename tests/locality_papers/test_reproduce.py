@@ -8,14 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from locality.data import DataConfig, open_data
 from locality.errors import UserError
-from locality.models import build
 from locality.runner.runs import with_needs
 from locality_papers import published
-from locality_papers.convit_tables import INGREDIENTS
 from locality_papers.experiment import REGISTRY, built
 from locality_papers.names import titles
 from locality_papers.reproduce import find, names, reproduce
@@ -233,15 +230,6 @@ def test_a_dry_run_starts_nothing(tiny_scale, tmp_path, here, capsys):
     assert reproduce("convit/table-2", tiny_scale, tmp_path, dry_run=True, executor=here) == []
     assert "16 runs: 0 finished, 0 to resume, 16 to start" in capsys.readouterr().out
     assert here.performed == [] and not (tmp_path / "digits").exists()
-
-
-@pytest.mark.parametrize("row", ["b", "d", "f", "g"])
-def test_rows_without_gating_have_their_gates_frozen_at_zero(row):
-    rows = {label[0]: choices for label, choices in INGREDIENTS.items()}
-    model = build("convit_nano", **rows[row]["fields"])
-    for block in model.blocks[: model.config.gpsa_layers]:
-        assert not block.attn.gating.requires_grad
-        assert torch.count_nonzero(block.attn.gating) == 0
 
 
 def test_a_teacher_learns_from_images_that_no_student_sees(one_seed, tmp_path, here):

@@ -17,7 +17,6 @@ from locality.runner.runs import (
     LocalExecutor,
     Outcome,
     Run,
-    log_file,
     run_all,
     run_cost,
     workload,
@@ -39,16 +38,6 @@ def test_finished_runs_are_left_alone_and_each_folder_is_done_once(tmp_path, tin
     assert len(here.performed) == 2
     run_all(runs, executor=here, quiet=True)
     assert len(here.performed) == 2
-
-
-def test_a_program_error_is_named_with_the_place_of_its_details(
-    tmp_path, tiny_config, here, monkeypatch
-):
-    monkeypatch.setattr("locality.training.train", lambda: None)
-    run = Run("", tiny_config(), tmp_path / "run")
-    (outcome,) = run_all([run], executor=here, quiet=True)
-    assert outcome.error is not None and outcome.error.startswith("TypeError")
-    assert "Traceback" in log_file(run.folder).read_text()
 
 
 def test_time_spent_before_a_run_counts_in_its_minutes(tmp_path, tiny_config, here, monkeypatch):

@@ -13,7 +13,6 @@ from locality.data import DataConfig, open_data
 from locality.errors import UserError
 from locality.training import evaluate_opened, evaluate_run
 from locality.training.model import initialize_model
-from locality.training.objective import load_teacher
 
 from .conftest import tiny, train
 
@@ -108,15 +107,6 @@ def test_predictions_and_evaluation(run, saved, tmp_path, kind):
     image = Image.open(run.parent / "photos" / "10" / "10-0.png")
     first, second = (each.top_classes(each([image])[0], 6) for each in (before, after))
     assert list(first) == list(second) and first == pytest.approx(second)
-
-
-def test_a_teacher(run, saved):
-    images = torch.randn(4, 3, 8, 8)
-    before, after = (
-        load_teacher(str(each), tiny().input, ORDERS[1])[0](images) for each in (run, saved)
-    )
-    # Row order of a matrix product may change its last bit on some processors.
-    torch.testing.assert_close(before, after)
 
 
 @pytest.mark.parametrize("kind", ["folder", "arrow"])

@@ -35,35 +35,6 @@ def test_a_recipe_is_described_and_its_model_exists(name):
         build(config.model)
 
 
-def test_the_deit_recipe_is_the_published_one():
-    config = recipe("deit_300", {"model.name": "convit_small"})
-    assert config.schedule.epochs == 300
-    assert config.schedule.warmup == 5
-    assert (config.schedule.warmup_lr, config.schedule.min_lr) == (1e-6, 1e-5)
-    assert config.engine.batch_size == 1024
-    assert config.optim.peak_lr(1024) == pytest.approx(5e-4 * 1024 / 512)
-    assert (config.optim.name, config.optim.weight_decay, config.optim.eps) == ("adamw", 0.05, 1e-8)
-    assert config.optim.clip_grad is None
-    augment = config.augment
-    assert (augment.mixup, augment.cutmix, augment.mixup_prob) == (0.8, 1.0, 1.0)
-    assert augment.mixup_switch_prob == 0.5
-    assert augment.auto_augment == "rand-m9-mstd0.5-inc1"
-    assert (augment.color_jitter, augment.random_erasing, augment.repeats) == (0.4, 0.25, 3)
-    assert augment.hflip == 0.5
-    assert (config.input.interpolation, config.input.crop_pct) == ("bicubic", 0.875)
-    assert config.objective.label_smoothing == 0.1
-    assert config.model.drop_path_rate == 0.1
-
-
-def test_the_cvt_recipe_follows_the_released_configuration():
-    config = recipe("cvt_300")
-    assert config.optim.peak_lr(2048) == pytest.approx(2.5e-4 * 2048 / 256)
-    assert config.optim.peak_lr(128) == pytest.approx(1.25e-4)
-    assert config.optim.weight_decay == 0.05
-    assert recipe("cvt_300", {"model.name": "cvt_21"}).optim.weight_decay == 0.1
-    assert recipe("cvt_300", {"model.name": "cvt_21"}).augment.repeats == 3
-
-
 @pytest.mark.parametrize("fraction", [0.05, 0.1, 0.3, 0.5, 1.0])
 def test_a_fraction_is_passed_more_often_and_shows_as_many_images(fraction):
     kept = round(fraction * IMAGENET)
