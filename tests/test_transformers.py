@@ -205,18 +205,33 @@ def test_the_trainer_trains_and_its_checkpoint_is_ours(kind, label, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["convit_nano", "deit_nano", "cvt_nano"])
-def test_attention_is_a_tuple_of_the_documented_shapes(name):
+def test_attention_and_hidden_states_are_tuples_of_the_documented_shapes(name):
     source = model_of(name, img_size=32)
     model, _ = from_locality(source)
     x, depth = torch.randn(2, 3, 32, 32), 3 if name == "cvt_nano" else 4
     with torch.no_grad():
-        found = model(x, output_attentions=True)
+        found = model(x, output_attentions=True, output_hidden_states=True)
         torch.testing.assert_close(found.logits, source(x))
-    for attention in found.attentions:
-        assert attention.shape[0] == 2
-        torch.testing.assert_close(attention.sum(-1), torch.ones(attention.shape[:-1]))
-    assert found.attentions[-1].shape[2] == 257
+    assert len(found.attentions) == depth and len(found.hidden_states) == depth + 1
+    for mixed, content, position, gate, states in zip(
+        found.attentions,
+        found.content_attentions,
+        found.positional_attentions,
+        found.gates,
+        found.hidden_states[1:],
+        strict=True,
+    ):
+        assert mixed.shape[0] == 2 and mixed.shape[2] == states.shape[1]
+        torch.testing.assert_close(mixed.sum(-1), torch.ones(mixed.shape[:-1]))
+        if gate is None:
+            assert torch.equal(mixed, content) and position is None
+        else:
+            gate = gate[:, None, None]
+            torch.testing.assert_close(mixed, (1 - gate) * content + gate * position)
+    assert found.hidden_states[-1].shape[1] == 257
     _, attentions = model(x, output_attentions=True, return_dict=False)[:2]
     assert len(attentions) == depth
     plain = model(torch.randn(1, 3, 48, 48), interpolate_pos_encoding=True)
-    assert plain.attentions is None
+    assert plain.attentions is plain.hidden_states is None
+    model.config.output_hidden_states = True
+    assert len(model(x).hidden_states) == depth + 1

@@ -7,7 +7,10 @@ and all commands open folders written by `save_pretrained` or `Trainer`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,8 @@ from locality.checkpoints.loading import read
 from locality.checkpoints.native import FORMAT_VERSION, WRAPPER, Checkpoint
 from locality.checkpoints.registry import FORMAT
 from locality.data.config import Preprocessing
-from locality.errors import prefix_errors, require
+from locality.errors import UserError, prefix_errors, require
+from locality.layers.block import Block, switched
 from locality.models.base import ImageClassifier
 from locality.models.factory import build
 from locality.models.variants import named
@@ -97,6 +101,25 @@ class LocalityConfig(PreTrainedConfig):
         return super().to_dict() | self.checkpoint().describe()
 
 
+@dataclass
+class LocalityOutput(ImageClassifierOutput):
+    """transformers' `ImageClassifierOutput`, and the parts of the attention of every layer.
+
+    Attributes:
+        hidden_states: the input of the first block and the output of every block,
+            (B, tokens, width) each; ConViT's and CvT's class token joins in later blocks.
+        attentions: the attention of every layer, (B, heads, queries, keys), without gradient;
+            a CvT's keys are fewer than its queries.
+        content_attentions: softmax(QKᵀ/√d), the same shapes.
+        positional_attentions: softmax(v_pos·r), (heads, queries, keys); None for other layers.
+        gates: σ(λ), positional attention's share, (heads,); None for layers without gates.
+    """
+
+    content_attentions: tuple[Tensor, ...] | None = None
+    positional_attentions: tuple[Tensor | None, ...] | None = None
+    gates: tuple[Tensor | None, ...] | None = None
+
+
 class LocalityForImageClassification(PreTrainedModel):
     """A model of this library as a transformers classifier.
 
@@ -127,27 +150,38 @@ class LocalityForImageClassification(PreTrainedModel):
         pixel_values: Tensor,
         labels: Tensor | None = None,
         output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
         interpolate_pos_encoding: bool | None = None,
-    ) -> ImageClassifierOutput:
+    ) -> LocalityOutput:
         """Normalised images (B, C, H, W) → logits (B, classes), and the loss if labels are given.
 
         Args:
             pixel_values: the images.
             labels: class numbers (B,), or as required by `config.problem_type`.
-            output_attentions: return the attention of every layer, too, (B, heads, queries, keys),
-                without gradient; a CvT's keys are fewer than its queries. Default: as in the
-                configuration.
+            output_attentions, output_hidden_states: return these, too; see `LocalityOutput`.
+                Default: as in the configuration.
             interpolate_pos_encoding: accepted; position embeddings always are where sizes differ.
         """
-        config, output = self.config, ImageClassifierOutput()
-        if config.output_attentions if output_attentions is None else output_attentions:
-            with capture(self.locality) as views:
-                output.logits = self.locality(pixel_values)
-            output.attentions = tuple(view.maps.mixed for view in views)
-        else:
+        config, output, views = self.config, LocalityOutput(), []
+        attentions = config.output_attentions if output_attentions is None else output_attentions
+        states = (
+            config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        )
+        with contextlib.ExitStack() as observed:
+            if attentions:
+                views = observed.enter_context(capture(self.locality))
+            hidden = observed.enter_context(_hidden_states(self.locality)) if states else None
             output.logits = self.locality(pixel_values)
         if labels is not None:
             output.loss = self.loss_function(labels, output.logits, config)
+        if hidden is not None:
+            output.hidden_states = tuple(hidden)
+        if attentions:
+            maps = [view.maps for view in views]
+            output.attentions = tuple(layer.mixed for layer in maps)
+            output.content_attentions = tuple(layer.content for layer in maps)
+            output.positional_attentions = tuple(layer.position for layer in maps)
+            output.gates = tuple(layer.gate for layer in maps)
         return output
 
     def init_weights(self) -> None:
@@ -168,6 +202,30 @@ class LocalityForImageClassification(PreTrainedModel):
 
     def _set_gradient_checkpointing(self, enable: bool = True, *_: Any, **options: Any) -> None:
         self.locality.set_grad_checkpointing(enable)
+
+
+@contextlib.contextmanager
+def _hidden_states(model: ImageClassifier) -> Iterator[list[Tensor]]:
+    """Context manager: a list of the first block's input and every block's output.
+
+    Raises:
+        UserError: for a model of timm.
+    """
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    if not blocks:
+        raise UserError(
+            "output_hidden_states works for ConViT, DeiT and CvT, not for timm's models"
+        )
+    states: list[Tensor] = []
+    hooks = [blocks[0].register_forward_pre_hook(lambda _, args: states.append(args[0]))]
+    for block in blocks:
+        hooks.append(block.register_forward_hook(lambda _, args, output: states.append(output)))
+    try:
+        with switched(model, shortcuts=False):
+            yield states
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
