@@ -1,0 +1,122 @@
+"""`locality train FOLDER` beside a small CNN in a plain loop that looks at the clock.
+
+    python benchmarks/minutes.py photos/train photos/test --minutes 3 --seeds 0 1 2
+
+Both folders have one folder of images per class. The programs train in turn for the same minutes,
+so that they meet about the same load; accuracy is that on the second folder. The CNN is timm's
+`test_resnet` (0.37 M parameters) on one thread: AdamW, images cropped, flipped and recoloured, a
+cosine over the time. It trains on all images of the first folder, `locality train` on nine tenths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchvision.transforms import v2
+
+from locality.data.decoding import BadImage
+from locality.data.folder import read_image
+from locality.training.autofit import image_size
+
+RATE, BATCH, WARMUP = 2e-3, 64, 30
+
+
+def opened(folder: Path, pixels: int) -> tuple[Tensor, Tensor]:
+    """All images of a folder, (N, 3, pixels, pixels) in 0 … 1, and their classes."""
+    images, labels = [], []
+    for label, name in enumerate(sorted(path.name for path in folder.iterdir() if path.is_dir())):
+        for file in sorted(path for path in (folder / name).rglob("*") if path.is_file()):
+            try:
+                images.append(np.array(read_image(file).resize((pixels, pixels), 2)))
+            except BadImage:
+                continue
+            labels.append(label)
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2) / 255, torch.tensor(labels)
+
+
+def side(folder: Path) -> int:
+    """The image size that `locality train` chooses."""
+    files = [path for path in folder.rglob("*") if path.is_file()][:32]
+    return image_size(round(median(min(read_image(file).size) for file in files)))
+
+
+def cnn(train: Path, test: Path, minutes: float, seed: int) -> tuple[float, int]:
+    """Top-1 of the CNN on `test`, in percent, and its steps."""
+    started, seconds = time.perf_counter(), 60 * minutes
+    torch.manual_seed(seed)
+    torch.set_num_threads(1)
+    pixels = side(train)
+    (images, labels), (others, answers) = opened(train, pixels), opened(test, pixels)
+    mean, std = images.mean((0, 2, 3), keepdim=True), images.std((0, 2, 3), keepdim=True)
+    augment = v2.Compose(
+        [
+            v2.RandomCrop(pixels, padding=max(2, pixels // 8), padding_mode="edge"),
+            v2.RandomHorizontalFlip(),
+            v2.ColorJitter(0.2, 0.2, 0.2),
+        ]
+    )
+    model = timm.create_model("test_resnet", num_classes=int(labels.max()) + 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.05)
+    step = 0
+    while (share := (time.perf_counter() - started + 3) / seconds) < 1:
+        chosen = torch.randperm(len(images))[:BATCH]
+        optimizer.param_groups[0]["lr"] = (
+            RATE * min(1, (step + 1) / WARMUP) * (1 + math.cos(math.pi * share)) / 2
+        )
+        batch = torch.stack([augment(image) for image in images[chosen]])
+        logits = model((batch - mean) / std)
+        F.cross_entropy(logits, labels[chosen], label_smoothing=0.1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+    model.eval()
+    with torch.no_grad():
+        found = torch.cat([model((part - mean) / std).argmax(1) for part in others.split(100)])
+    return 100 * (found == answers).float().mean().item(), step
+
+
+def locality(train: Path, test: Path, minutes: float, seed: int) -> tuple[float, int]:
+    """As `cnn`, of the command line."""
+    with tempfile.TemporaryDirectory() as folder:
+        run, command = f"{folder}/run", [sys.executable, "-m", "locality"]
+        length = ["--minutes", f"{minutes:g}", "--seed", str(seed)]
+        subprocess.run([*command, "train", train, *length, "--output", run, "--quiet"], check=True)
+        evaluated = subprocess.check_output([*command, "eval", run, test, "--json"])
+        steps = json.loads(Path(run, "result.json").read_text())["steps"]
+    return json.loads(evaluated)["top1"], steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("train", type=Path)
+    parser.add_argument("test", type=Path)
+    parser.add_argument("--minutes", type=float, default=3.0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    options = parser.parse_args()
+    for seed in options.seeds:
+        for program in (locality, cnn):
+            load, started = os.getloadavg()[0], time.perf_counter()
+            top1, steps = program(options.train, options.test, options.minutes, seed)
+            print(
+                f"{program.__name__:8}  seed {seed}  top-1 {top1:.1f}%  {steps} steps  "
+                f"{time.perf_counter() - started:.0f} s  load {load:.1f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
