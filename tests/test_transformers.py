@@ -229,6 +229,7 @@ def test_attention_and_hidden_states_are_tuples_of_the_documented_shapes(name):
             gate = gate[:, None, None]
             torch.testing.assert_close(mixed, (1 - gate) * content + gate * position)
     assert found.hidden_states[-1].shape[1] == 257
+    assert LocalityConfig(name=name, img_size=64).architecture["img_size"] == 64
     _, attentions = model(x, output_attentions=True, return_dict=False)[:2]
     assert len(attentions) == depth
     plain = model(torch.randn(1, 3, 48, 48), interpolate_pos_encoding=True)

@@ -51,6 +51,7 @@ from transformers.utils import can_return_tuple  # noqa: E402
 class LocalityConfig(PreTrainedConfig):
     """The configuration of a model; its `config.json` is also one of the native format.
 
+    Settings of the named model are keywords: `LocalityConfig(name="convit_tiny", img_size=96)`.
     The number and names of the classes are transformers' `num_labels` and `id2label`.
 
     Attributes:
@@ -75,8 +76,10 @@ class LocalityConfig(PreTrainedConfig):
         self, labels: list[str] | None = None, written_by: str | None = None, **kwargs: Any
     ) -> None:
         if self.architecture is None:
-            held = Checkpoint(named(str(self.name)), {}, self.name)
-            self.architecture = held.describe()["architecture"]
+            config = named(str(self.name))
+            own = kwargs.keys() & {field.name for field in dataclasses.fields(config)}
+            config = config.with_overrides(**{name: kwargs.pop(name) for name in own})
+            self.architecture = Checkpoint(config, {}, self.name).describe()["architecture"]
         if self.id2label is None and labels is not None:
             self.id2label = dict(enumerate(labels))
         elif self.id2label is None:

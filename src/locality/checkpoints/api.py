@@ -294,5 +294,7 @@ def create_model(
         known = known.at(model.img_size)
     set_data_config(model, known or Preprocessing.imagenet(model.img_size, model.in_chans))
     if weights is not None:
-        load_weights(model, weights, entry)
+        changes = load_weights(model, weights, entry)
+        if changes and img_size is None and "num_classes" not in overrides:
+            _log.warning("; ".join(changes))  # not what the caller asked for
     return model

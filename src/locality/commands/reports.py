@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -110,6 +111,11 @@ def compare(arguments: Sequence[str]) -> int:
         runs, cropped = comparison_runs(data, folder, names, jobs=options.jobs, **chosen)
     if options.dry_run or not options.quiet:
         print(workload(runs, options.jobs, options.threads) + cropped)
+        if (seconds := 60 * (runs[0].config.schedule.minutes or math.inf)) < _SHORT_SECONDS:
+            print(
+                f"runs of {seconds:.0f} s are too short to rank models: give fewer --models or "
+                f"--seeds, or more --minutes"
+            )
     if options.dry_run:
         return 0
     known: dict[str, dict[str, Any]] = {}
@@ -132,4 +138,6 @@ def compare(arguments: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
+# A run of less spends most of its time on the start and the warm-up.
+_SHORT_SECONDS = 60
 _CHOSEN = ("pretrained", "minutes", "steps", "seeds", "folds", "fractions", "img_size")

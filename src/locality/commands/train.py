@@ -115,7 +115,8 @@ def _closing(folder: Path, result: dict[str, Any], baselines: str) -> list[str]:
             f"estimate); the weights of step {last:,} are in checkpoints/last.ckpt"
         )
     run = shlex.quote(str(folder))
-    return [*lines, *(f"next      locality {name} {run}" for name in ("report", "explore", "eval"))]
+    next_ones = (f"report {run} --record", f"explore {run}", f"eval {run}")
+    return [*lines, *(f"next      locality {command}" for command in next_ones)]
 
 
 def finetune(arguments: Sequence[str]) -> None:

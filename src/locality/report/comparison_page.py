@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ def build_comparison(folders: Sequence[Path], output: Path | str) -> tuple[Path,
         output: the file to write.
 
     Returns:
-        the page's path and its conclusion.
+        the page's path and what it concludes.
 
     Raises:
         UserError: fewer than two models have finished a run on all images, or the images differ.
@@ -96,24 +97,26 @@ def build_comparison(folders: Sequence[Path], output: Path | str) -> tuple[Path,
     below = best.below(1.0, baselines)
     passes = min(run.passes for one in groups for run in one.at(1.0))
     chosen = max(best.at(1.0), key=lambda run: float(run.result["top1"]))
+    said = conclusion(rows)
+    remarks = [
+        f"Even the best model, {below}: {ADVICE}." * bool(below),
+        f"Some runs saw each image only {passes:.2g} times; longer ones may rank otherwise."
+        * (passes < _MIN_PASSES),
+    ]
     html = render(
         "locality.report",
         "comparison.html",
         FILTERS,
         title=f"Which model for {runs[0].dataset}?",
-        said=conclusion(rows),
-        remarks=[
-            f"Even the best model, {below}: {ADVICE}." * bool(below),
-            f"Some runs saw each image only {passes:.2g} times; longer ones may rank otherwise."
-            * (passes < _MIN_PASSES),
-        ],
+        said=said,
+        remarks=remarks,
         rows=rows,
         baselines=baselines,
         pixels=read_baseline_pixels(runs[0].path),
         word="folds" if best.shared else "seeds",
         several=any(len(one.fractions) > 1 for one in groups),
         command=shlex.join(["locality", "predict", str(chosen.path)]),
-        folder=chosen.path.parent,
+        folder=os.path.commonpath(folders),
         accuracy=charts.chart(charts.draw_accuracy, groups),
     )
-    return write_page(output, html), conclusion(rows)
+    return write_page(output, html), " ".join(filter(None, [said, *remarks]))

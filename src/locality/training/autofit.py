@@ -70,8 +70,8 @@ def autofit(name: str, given: Mapping[str, Any]) -> tuple[RunConfig, str]:
     ]
     if name == "photos":
         reasons += [
-            "beside  a small CNN by the same recipe: --model timm/test_resnet",
-            f"first   pretrained weights help small datasets most: locality finetune "
+            "or      a small CNN by the same recipe: --model timm/test_resnet",
+            f"or      pretrained weights, which help small datasets most: locality finetune "
             f"{config.data.root} --from FILE, or a public name such as convit_tiny.fb_in1k",
         ]
     return config, "\n".join(reasons)

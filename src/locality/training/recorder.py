@@ -153,7 +153,7 @@ class Recorder:
         if self._activity == "training" and (lately := self._step_seconds[-_MEDIAN_STEPS:]):
             images, left = max(1, state.num_images), statistics.median(lately)
             text = (
-                f"training loss {state.loss_sum / images:.3f}, top-1 "
+                f"training loss {state.loss_sum / images:.3f}, training top-1 "
                 f"{100 * state.num_correct / images:.1f}%, {self.images_per_second():.0f} images/s"
             )
             if total != UNDECIDED:
@@ -193,11 +193,12 @@ class Recorder:
         self._timing.append(timing)
         train = "" if row["train_loss"] is None else f"training loss {row['train_loss']:.3f}, "
         top5 = f"top-5 {row['top5']:.2f}%, " if len(self._run.splits.classes) > 5 else ""
+        # A resumed run may begin with an evaluation.
+        speed = f", {self.images_per_second():.0f} images/s" if self._step_seconds else ""
         self.log(
             f"step {row['step']}, epoch {row['epoch']:.4g}: {train}"
             f"validation top-1 {row['top1']:.2f}%, {top5}"
-            f"loss {row['val_loss']:.3f} on {images} images, "
-            f"{timing['images_per_second']:.0f} images/s"
+            f"loss {row['val_loss']:.3f} on {images} images{speed}"
         )
         self._step_seconds = []
 

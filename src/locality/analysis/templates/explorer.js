@@ -303,7 +303,7 @@ function showCell(cell) {
   if (cell.label) {
     const gate = layer.gates && cell.head !== ROLLOUT && !commonGate(layer) ? ` · gate ${layer.gates[cell.head].toFixed(2)}` : "";
     const even = attention ? evennessOf(patches) : "";
-    const far = distance === null ? "" : ` · distance ${(distance / layer.unit).toFixed(2)}`;
+    const far = distance === null ? "" : ` · distance ${(distance / layer.unit).toFixed(2)} ${DATA.unit}`;
     cell.label.textContent = `${cell.head === ROLLOUT ? "rollout, all layers" : `head ${cell.head + 1}`}${even && ` · ${even}`}${far}${gate}`;
   }
 }
