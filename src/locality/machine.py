@@ -28,13 +28,11 @@ def processor_name() -> str:
 
 
 def end_if_importing() -> None:
-    """End a worker that imports a script without a main guard: it would train in every worker."""
+    """End a worker that imports a script without a main guard: it would train in every worker.
+
+    The process that started it says so (`data/loader.py`).
+    """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        print(
-            "loading processes import the script that starts them: put its calls under "
-            '`if __name__ == "__main__":`, or set data.workers to 0 (data__workers=0)',
-            file=sys.stderr,
-        )
         os._exit(2)
 
 

@@ -344,5 +344,5 @@ def test_workers_end_with_an_iteration_that_is_given_up_or_on_sigterm(digits):
         end(batches, worker)
         worker.join(20)
         assert worker.exitcode == 0
-    with pytest.raises(UserError, match="exited unexpectedly"):
+    with pytest.raises(UserError, match="ended by itself"):
         list(batches)

@@ -444,7 +444,11 @@ def translate_killed_worker() -> Iterator[None]:
             numbers = {signal.strsignal(number): number for number in signal.Signals}
             raise ProcessKilled(_WORKER, numbers.get(killed[1], signal.SIGKILL)) from error
         if "DataLoader worker" in str(error):
-            raise UserError(str(error)) from error
+            raise UserError(
+                "a loading process ended by itself; where loading processes import the script, "
+                'its calls belong under `if __name__ == "__main__":`; or set data.workers to 0 '
+                "(data__workers=0)"
+            ) from error
         raise
 
 
