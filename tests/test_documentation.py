@@ -163,7 +163,7 @@ README_NUMBERS = {
     "240 steps": ("docs/gallery.md", "--steps 240"),
     "Layer 1:": ("docs/gallery.py", "(1, 1, "),
     "95% intervals": ("docs/findings.md", "95% interval"),
-    "Layer 4 has none; one": ("docs/gallery.py", "(4, 3, "),
+    "Layer 4: by content": ("docs/gallery.py", "(4, 3, "),
     "1.3–2.7×": ("docs/speed.md", "| 1.3× (1.3–1.4) |", "| 2.7× (2.6–2.9) |"),
     "224 pixels": ("docs/speed.md", "inference, 224 px"),
     "1.2–3.5×": ("docs/speed.md", "1.21×", "3.52×"),
@@ -174,7 +174,7 @@ README_NUMBERS = {
     "5% of the images": ("docs/findings.md", "5% of the images"),
     "2 pixels": ("docs/findings.md", "(28×28 pixels) in 14×14 patches"),
     "5 points, DeiT 75": ("docs/results/convit-table-5.md", "| +5.3 ± 3.8 |", "| +74.9 ± 2.6 |"),
-    "60,000 images": ("docs/recipes.md", "All 60,000 photographs"),
+    "60,000 clothes": ("docs/recipes.md", "All 60,000 photographs"),
     "93.9% (timm's ), CvT 93.8, ConViT 93.2, DeiT 92.8": (
         PHOTOGRAPHS,
         "93.93",
