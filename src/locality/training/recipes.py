@@ -353,11 +353,11 @@ def is_small(model: Any) -> bool:
 def photos(model: str = "cvt_photo", img_size: ImageSize | None = None) -> RunConfig:
     """A custom dataset of hundreds to thousands of photographs, from scratch in ten minutes.
 
-    Images of up to 96 pixels are cropped, flipped and recoloured a little, and half of the batches
-    mixed; random areas and affine maps blur so few pixels, and RandAugment takes as long as a small
-    model. Larger ones have random areas and mild RandAugment. Label smoothing keeps the model from
-    overfitting. The EXIF orientation is applied, and the aspect ratio is kept: evaluation crops the
-    centre. The last weights are kept, those of the lowest learning rate.
+    Images of up to 96 pixels are cropped, flipped and recoloured a little; random areas and affine
+    maps blur so few pixels, and RandAugment takes as long as a small model. Larger ones have random
+    areas and mild RandAugment. Label smoothing keeps the model from overfitting. The EXIF
+    orientation is applied, and the aspect ratio is kept: evaluation crops the centre. The last
+    weights are kept, those of the lowest learning rate.
 
     Command: `locality train photos --data.root FOLDER`, or `locality train FOLDER`. Image size and
     batch are then chosen for the images; the length is that of `--minutes`, `--steps` or
@@ -376,9 +376,6 @@ def photos(model: str = "cvt_photo", img_size: ImageSize | None = None) -> RunCo
             hflip=0.5,
             padding="border",
             color_jitter=0.2,
-            mixup=0.4,
-            cutmix=1.0,
-            mixup_prob=0.5,
         )
         optim = OptimConfig("adamuon", lr=6e-3, weight_decay=0.05)
     return RunConfig(
