@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import timm
@@ -28,30 +27,31 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.transforms import v2
 
+from locality.data.config import DataConfig
 from locality.data.decoding import BadImage
-from locality.data.folder import read_image
-from locality.training.autofit import image_size
+from locality.data.folder import open_folder
+from locality.data.sources import ImageSource
+from locality.training.autofit import image_size, median_shorter_side, sampled_sizes
 
 RATE, BATCH, WARMUP = 2e-3, 64, 30
 
 
-def opened(folder: Path, pixels: int) -> tuple[Tensor, Tensor]:
-    """All images of a folder, (N, 3, pixels, pixels) in 0 … 1, and their classes."""
+def opened(folder: Path) -> ImageSource:
+    """All images of a folder."""
+    _, images, _ = open_folder(DataConfig("folder", str(folder)))
+    return images
+
+
+def tensors(source: ImageSource, pixels: int) -> tuple[Tensor, Tensor]:
+    """All images, (N, 3, pixels, pixels) in 0 … 1, and their classes."""
     images, labels = [], []
-    for label, name in enumerate(sorted(path.name for path in folder.iterdir() if path.is_dir())):
-        for file in sorted(path for path in (folder / name).rglob("*") if path.is_file()):
-            try:
-                images.append(np.array(read_image(file).resize((pixels, pixels), 2)))
-            except BadImage:
-                continue
-            labels.append(label)
+    for index, label in enumerate(source.labels):
+        try:
+            images.append(np.array(source.read(index).resize((pixels, pixels), 2)))
+        except BadImage:
+            continue
+        labels.append(int(label))
     return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2) / 255, torch.tensor(labels)
-
-
-def side(folder: Path) -> int:
-    """The image size that `locality train` chooses."""
-    files = [path for path in folder.rglob("*") if path.is_file()][:32]
-    return image_size(round(median(min(read_image(file).size) for file in files)))
 
 
 def cnn(train: Path, test: Path, minutes: float, seed: int) -> tuple[float, int]:
@@ -59,8 +59,9 @@ def cnn(train: Path, test: Path, minutes: float, seed: int) -> tuple[float, int]
     started, seconds = time.perf_counter(), 60 * minutes
     torch.manual_seed(seed)
     torch.set_num_threads(1)
-    pixels = side(train)
-    (images, labels), (others, answers) = opened(train, pixels), opened(test, pixels)
+    source = opened(train)
+    pixels = image_size(median_shorter_side(sampled_sizes(source)))
+    (images, labels), (others, answers) = (tensors(s, pixels) for s in (source, opened(test)))
     mean, std = images.mean((0, 2, 3), keepdim=True), images.std((0, 2, 3), keepdim=True)
     augment = v2.Compose(
         [

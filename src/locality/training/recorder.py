@@ -194,7 +194,7 @@ class Recorder:
         train = "" if row["train_loss"] is None else f"training loss {row['train_loss']:.3f}, "
         top5 = f"top-5 {row['top5']:.2f}%, " if len(self._run.splits.classes) > 5 else ""
         # A resumed run may begin with an evaluation.
-        speed = f", {self.images_per_second():.0f} images/s" if self._step_seconds else ""
+        speed = f", {timing['images_per_second']:.0f} images/s" if self._step_seconds else ""
         self.log(
             f"step {row['step']}, epoch {row['epoch']:.4g}: {train}"
             f"validation top-1 {row['top1']:.2f}%, {top5}"
