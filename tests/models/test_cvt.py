@@ -52,6 +52,18 @@ def test_every_ablation_has_the_papers_size(cell):
         assert parameters * 1e6 == 19_997_480 - dropped
 
 
+def test_a_pooled_embedding_convolves_the_largest_of_each_window():
+    model = small(embed_pool=(False, True, True)).eval()
+    stage, tokens = model.stages[1].embed, torch.randn(2, 8, 9, 7)
+    windows = F.pad(tokens, (1, 1, 1, 1), value=-9.0).unfold(2, 3, 2).unfold(3, 3, 2)
+    largest = windows.amax((4, 5))
+    convolved = F.conv2d(largest, stage.conv.weight, stage.conv.bias, padding=1)
+    torch.testing.assert_close(
+        stage(tokens), stage.norm(convolved.permute(0, 2, 3, 1).flatten(1, 2))
+    )
+    assert model.token_grids(images(model)) == small().token_grids(images(model))
+
+
 def test_the_class_token_stays_when_patches_are_pooled_and_may_be_left_out():
     model = small(class_token=True, global_pool="avg")
     assert model.num_prefix_tokens == 1

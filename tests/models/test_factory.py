@@ -59,6 +59,8 @@ REFUSALS = {
         ({"embed_dim": (64, 192, 100)}, "num_heads=6"),
         ({"depth": (1, 2, 3), "mlp_ratio": [2] * 13}, "mlp_ratio"),
         ({"embed_padding": 3}, "embed_padding"),
+        ({"embed_padding": 2, "embed_pool": (False, True, True)}, "embed_padding is 2"),
+        ({"embed_kernel": 4, "embed_pool": True}, "odd embed_kernel"),
         ({"projection_kernel": 4}, "projection_kernel"),
         ({"drop_path_rate": 1.0}, "drop_path_rate"),
         ({"img_size": 2}, "3×3"),

@@ -78,6 +78,7 @@ CVT = [
     {"projection": ("conv", "linear", "avg"), "qkv_bias": False},
     {"projection_kernel": 5, "mlp_ratio": 2.0},
     {"depth": (0, 0, 1)},
+    {"embed_pool": (False, True, True)},
 ]
 ARCHITECTURES = [
     *(

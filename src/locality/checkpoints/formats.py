@@ -171,6 +171,7 @@ def _cvts(config: CvTConfig, activation: str, by_number: bool = False) -> dict[s
         "attention_scale=width": config.attention_scale == "width",
         "projection=conv": all(stage.projection == "conv" for stage in stages),
         "use_pos_embed=false": not any(stage.use_pos_embed for stage in stages),
+        "embed_pool=false": not any(stage.embed_pool for stage in stages),
         f"global_pool={pool}": config.global_pool == pool,
         "one kv_stride and one mlp_ratio in each stage, and depth above 0": all(
             len({*stage.kv_stride}) == len({*stage.mlp_ratio}) == 1 for stage in stages

@@ -224,6 +224,7 @@ class StageConfig(NamedTuple):
     embed_kernel: int
     embed_stride: int
     embed_padding: int
+    embed_pool: bool
     mlp_ratio: tuple[float, ...]
     kv_stride: tuple[int, ...]
     projection: ProjectionName
@@ -252,6 +253,7 @@ class CvTConfig(Architecture):
             their embeddings are followed by GELU.
         embed_kernel, embed_stride, embed_padding: the token embedding's convolution (Eq. 1).
             Kernel = stride without padding is a patch embedding (Table 6).
+        embed_pool: max pooling by this window, before a convolution at stride 1.
         mlp_ratio: hidden width of the MLPs over C; also one value per block.
         kv_stride: stride of the key and value projections; also one value per block (Table 7).
             Ignored by linear projections.
@@ -274,6 +276,7 @@ class CvTConfig(Architecture):
     embed_kernel: checks.UpTo1024 | tuple[checks.UpTo1024, ...] = 3
     embed_stride: checks.UpTo1024 | tuple[checks.UpTo1024, ...] = 2
     embed_padding: int | tuple[int, ...] = 1
+    embed_pool: bool | tuple[bool, ...] = False
     mlp_ratio: checks.Ratio | tuple[checks.Ratio | tuple[checks.Ratio, ...], ...] = 4.0
     kv_stride: checks.UpTo1024 | tuple[checks.UpTo1024 | tuple[checks.UpTo1024, ...], ...] = 2
     projection: ProjectionName | tuple[ProjectionName, ...] = "conv"
@@ -308,8 +311,11 @@ class CvTConfig(Architecture):
             object.__setattr__(self, name, values)
         for stage in self.stages:
             check_heads(stage.embed_dim, stage.num_heads)
-            # With more padding, some tokens would see only padding.
-            checks.integer("embed_padding", stage.embed_padding, 0, stage.embed_kernel - 1)
+            # With more padding, some tokens would see only padding; PyTorch pools with less.
+            most = stage.embed_kernel // 2 if stage.embed_pool else stage.embed_kernel - 1
+            checks.integer("embed_padding", stage.embed_padding, 0, most)
+            if stage.embed_pool and stage.embed_kernel % 2 == 0:
+                raise UserError(f"embed_pool needs an odd embed_kernel, not {stage.embed_kernel}")
             checks.integer("projection_kernel", stage.projection_kernel, 1, 1023)
             if stage.projection_kernel % 2 == 0:
                 raise UserError(f"projection_kernel must be odd, not {stage.projection_kernel}")

@@ -77,13 +77,24 @@ class ConvolutionalEmbedding(nn.Module):
     Args:
         in_chans: channels of the image or token map.
         dim: token width C.
-        kernel_size, stride, padding: the convolution's.
+        kernel_size, stride, padding: the convolution's; with `pool`, those of the max pooling.
+        pool: take the maximum of each window, and convolve at stride 1. Not in the paper.
     """
 
     def __init__(
-        self, in_chans: int, dim: int, kernel_size: int, stride: int, padding: int
+        self,
+        in_chans: int,
+        dim: int,
+        kernel_size: int,
+        stride: int,
+        padding: int,
+        pool: bool = False,
     ) -> None:
         super().__init__()
+        self.pool: nn.Module = nn.Identity()
+        if pool:
+            self.pool = nn.MaxPool2d(kernel_size, stride, padding)
+            stride, padding = 1, kernel_size // 2
         self.conv = nn.Conv2d(in_chans, dim, kernel_size, stride, padding)
         self.norm = nn.LayerNorm(dim, eps=_EPS)
 
@@ -91,7 +102,7 @@ class ConvolutionalEmbedding(nn.Module):
         """(B, C_in, H_in, W_in) → tokens (B, N, C) on the grid of Eq. 1."""
         # Channels last, in a way that `torch.vmap` supports.
         image = image.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
-        return self.norm(image_to_tokens(self.conv(image)))
+        return self.norm(image_to_tokens(self.conv(self.pool(image))))
 
 
 class Projection(nn.Module):
@@ -251,8 +262,8 @@ class Stage(nn.Module):
         super().__init__()
         width = config.embed_dim
         self.native_grid = grid
-        kernel, stride, padding = config.embed_kernel, config.embed_stride, config.embed_padding
-        self.embed = ConvolutionalEmbedding(in_chans, width, kernel, stride, padding)
+        window = (config.embed_kernel, config.embed_stride, config.embed_padding)
+        self.embed = ConvolutionalEmbedding(in_chans, width, *window, config.embed_pool)
         self.pos_embed = base.embedding(grid[0] * grid[1], width) if config.use_pos_embed else None
         self.cls_token = base.embedding(1, width) if class_token else None
         act, drop = _ACTIVATIONS[model.activation], model.proj_drop_rate
