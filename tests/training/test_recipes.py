@@ -56,7 +56,7 @@ def test_an_unknown_recipe_or_choice_is_refused_with_the_nearest():
 
 SIZE = 32
 VIT = {"depth": 2, "num_heads": 4, "embed_dim": 32, "patch_size": 8}
-CVT = TINY_CVT | {"drop_path_rate": 0.1}
+CVT = TINY_CVT | {"embed_pool": False, "drop_path_rate": 0.1}
 
 
 @pytest.fixture(scope="module")

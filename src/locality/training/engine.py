@@ -159,18 +159,19 @@ def _train(
         if fabric.is_global_zero:
             metrics = "" if checkpoint is None else checkpoint["metrics"]
             recorder = Recorder(folder, run, state, metrics, quiet)
-            folder.record_start(
-                config.seed,
-                step=state.step,
-                workers=config.data.workers,
-                device=str(fabric.device),
-                precision=run.precision,
-            )
-            if state.step:
-                run.notes.insert(0, f"resumed after step {state.step:,}")
-            lines = [f"run {folder.path}, seed {config.seed}", *str(run).splitlines()]
-            recorder.log("\n  ".join(lines))
         with contextlib.closing(recorder):
+            if fabric.is_global_zero:
+                folder.record_start(
+                    config.seed,
+                    step=state.step,
+                    workers=config.data.workers,
+                    device=str(fabric.device),
+                    precision=run.precision,
+                )
+                if state.step:
+                    run.notes.insert(0, f"resumed after step {state.step:,}")
+                lines = [f"run {folder.path}, seed {config.seed}", *str(run).splitlines()]
+                recorder.log("\n  ".join(lines))
             loop = Loop(fabric, run, parts, recorder, signals, state, started)
             return fabric.broadcast(recorder.finish(loop.run()))
 
