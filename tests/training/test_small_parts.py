@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -35,6 +36,16 @@ def test_what_a_step_draws_depends_on_its_place_alone():
     expected = {(s, m): draws(0, 0, s, m) for s in (0, 1, 255, 256, 700) for m in range(4)}
     for place in reversed(expected):
         assert draws(0, 0, *place) == expected[place]
+
+
+def test_no_news_of_a_run_that_could_not_start(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(RunFolder, "record_start", full)
+    with pytest.raises(OSError, match="no space left"):
+        locality.train(tiny(), tmp_path / "run")
+    assert "progress" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_seeds_ranks_steps_and_micro_batches_draw_differently():
