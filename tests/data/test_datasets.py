@@ -195,3 +195,39 @@ def test_a_dataset_by_name_has_the_images_and_labels_of_another():
     assert not first.train.pixels.equal(plain.train.pixels)
     with pytest.raises(UserError, match="digits_permuted"):
         open_data(DataConfig("digits_permuted", root="x"), seed=0)
+
+
+@pytest.fixture
+def tiny(tmp_path, image_file):
+    """Three classes of Tiny ImageNet, two of which share their first name."""
+    root = tmp_path / "tiny-imagenet-200"
+    for number, name in enumerate(("n01", "n03", "n02")):
+        image_file(root / f"train/{name}/images/{name}_0.JPEG", seed=number)
+        (root / f"train/{name}/{name}_boxes.txt").write_text("")
+        image_file(root / f"val/images/val_{number}.JPEG", seed=10 + number)
+    rows = ("val_0.JPEG\tn03", "val_1.JPEG\tn01", "val_2.JPEG\tn02")
+    lines = "".join(f"{row}\t0\t0\t62\t62\n" for row in rows)
+    (root / "val/val_annotations.txt").write_text(lines)
+    (root / "words.txt").write_text("n02\tcrane\nn00\tentity\nn01\tgoldfish, carp\nn03\tcrane\n")
+    return root
+
+
+@pytest.mark.parametrize("below", [True, False])
+def test_tiny_imagenet_as_published(tiny, below):
+    splits = opened("tiny_imagenet", tiny if below else tiny.parent)
+    assert splits.classes == ["goldfish", "n02", "n03"]
+    assert splits.train.labels.tolist() == [0, 1, 2] and splits.val.labels.tolist() == [2, 0, 1]
+    assert splits.train.describe(1).endswith("train/n02/images/n02_0.JPEG")
+    assert splits.val.describe(0).endswith("val/images/val_0.JPEG")
+    (tiny / "words.txt").unlink()
+    assert opened("tiny_imagenet", tiny).classes == ["n01", "n02", "n03"]
+
+
+def test_another_tiny_imagenet_is_refused(tiny):
+    table = tiny / "val/val_annotations.txt"
+    table.write_text(table.read_text().replace("n03", "n04"))
+    with pytest.raises(UserError, match="names classes without a folder in train: 'n04'"):
+        opened("tiny_imagenet", tiny)
+    table.unlink()
+    with pytest.raises(UserError, match="is not Tiny ImageNet as published"):
+        opened("tiny_imagenet", tiny)

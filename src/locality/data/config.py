@@ -54,7 +54,7 @@ class DataConfig:
 
     Attributes:
         dataset: digits, folder (a folder of images per class), table, arrow, cifar10, cifar100,
-            fashion_mnist, flowers102, pets, imagenet, imagenet100,
+            fashion_mnist, flowers102, pets, imagenet, imagenet100, tiny_imagenet,
             or, with shuffled patches (`locality.data.datasets`), digits_permuted,
             digits_shuffled_25, digits_shuffled_50, digits_shuffled_100, fashion_mnist_permuted,
             fashion_mnist_shuffled_25, fashion_mnist_shuffled_50 or fashion_mnist_shuffled_100.

@@ -11,6 +11,7 @@ import gzip
 import os
 import pkgutil
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from tqdm import tqdm
 from locality.data.config import DATASETS, DataConfig
 from locality.data.folder import (
     check_root,
+    list_folder,
     log_once,
     open_folder,
 )
@@ -41,6 +43,7 @@ from locality.data.sources import (
     imbalance,
 )
 from locality.errors import UserError, printable, some, wrap_errors
+from locality.files import read_text
 
 _PART_SEED = 0  # of `DataConfig.part`: the same in all runs
 
@@ -352,6 +355,39 @@ def open_imagenet100(config: DataConfig) -> Opened:
     """The first 100 classes of an ImageNet folder."""
     opened = open_imagenet(config)
     return renumber(opened, opened[0][:100])
+
+
+def open_tiny_imagenet(config: DataConfig) -> Opened:
+    """Tiny ImageNet as published, tiny-imagenet-200: 64×64 pixels, classes in order of their IDs.
+
+    A class is called by the first of its names in words.txt, or by its WordNet ID if the file is
+    missing or another class has that name, too.
+    """
+    root = Path(config.root or "").expanduser()
+    root = next((path for path in (root / "tiny-imagenet-200", root) if path.is_dir()), root)
+    table = root / "val" / "val_annotations.txt"
+    if not (root / "train").is_dir() or not table.is_file():
+        raise UserError(
+            f"'{root}' is not Tiny ImageNet as published: expected train/ with a folder per class "
+            f"and {table.relative_to(root)}"
+        )
+    listing = list_folder(root / "train")
+    numbers = {name: number for number, name in enumerate(listing.files)}
+    rows = [line.split("\t") for line in read_text(table).splitlines()]
+    if unknown := {row[1] if len(row) > 1 else "" for row in rows} - numbers.keys():
+        raise UserError(f"'{table}' names classes without a folder in train: {some(unknown)}")
+    val = FileSource(
+        root / "val",
+        (f"images/{row[0]}" for row in rows),
+        [numbers[row[1]] for row in rows],
+        config.decoding,
+    )
+    words = read_text(root / "words.txt") if (root / "words.txt").exists() else ""
+    named = dict(line.split("\t")[:2] for line in words.splitlines() if "\t" in line)
+    names = [named.get(name, name).split(",")[0] for name in numbers]
+    shared = {name for name, count in Counter(names).items() if count > 1}
+    classes = [id_ if name in shared else name for id_, name in zip(numbers, names, strict=True)]
+    return classes, listing.source(numbers, config.decoding), val
 
 
 # -- through torchvision ---------------------------------------------------------------------------
