@@ -30,8 +30,11 @@ ONE_HASH = "{" + ", ".join(f"{hex(i * (2**61 - 1))}: 1" for i in range(1, 30_000
         "a: 2020-13-45",
         "<<: 3",
         "a: \x00",
+        *("a: !!int ''", "a: !!int '5'", "a: !!bool foo", "a: !!timestamp foo", "a: !!float ''"),
+        *("a: ! x", "!foo [1]", "!!set {a, b}", "%TAG ! tag:yaml.org,2002:\n--- !int '5'"),
+        *("a: 1\na: 2", "{b: {a: 1, 'a': 2}}", "<<: {a: 1}\n<<: {b: 1}", "? &a [*a]\n: 1"),
     ],
-    ids=range(12),
+    ids=range(25),
 )  # fmt: skip
 def test_yaml_without_end_is_refused_at_once(text, tmp_path):
     (tmp_path / "s.yaml").write_text(text)
@@ -52,6 +55,7 @@ def test_yaml_without_end_is_refused_at_once(text, tmp_path):
         ("1_000", 1000),
         ("08", "08"),
         ("{a: &a {x: 1}, b: {<<: *a, y: 2}}", {"a": {"x": 1}, "b": {"x": 1, "y": 2}}),
+        ("{a: &a {x: 1}, b: {<<: *a, x: 2}, c: *a}", {"a": {"x": 1}, "b": {"x": 2}, "c": {"x": 1}}),
         ("[&a [1], *a]", [[1], [1]]),
         ("1:" * 100_000 + "1", "1:" * 100_000 + "1"),
     ],

@@ -16,13 +16,16 @@ from msgspec import Meta
 from locality.errors import UserError, unknown
 
 _LARGEST = sys.float_info.max  # excludes infinity and NaN
+_LARGEST_INT = 10**12  # products of a few are exact in 64 bits, or at least finite
+_SHOWN = 60  # characters of a refused value
 
 # Published models have at most 0.3 billion parameters, width 1,024, depth 24 and 384-pixel images.
 # Values far beyond these, here and in `models.config`, are a mistake or a hostile file.
-Natural = Annotated[int, Meta(ge=0)]
-Count = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0, le=_LARGEST_INT)]
+Count = Annotated[int, Meta(ge=1, le=_LARGEST_INT)]
 Depth = Annotated[int, Meta(ge=1, le=512)]
 StageDepth = Annotated[int, Meta(ge=0, le=512)]
+UpTo4096 = Annotated[int, Meta(ge=0, le=4096)]
 UpTo1024 = Annotated[int, Meta(ge=1, le=1024)]
 Width = Annotated[int, Meta(ge=1, le=32_768)]
 Pixels = Annotated[int, Meta(ge=1, le=8192)]
@@ -60,7 +63,9 @@ def typed(name: str, value: Any, hint: Any) -> Any:
             if names and named and given not in names:
                 raise unknown(f"value of {name}", str(given), names) from None
         said = _in_words(error)
-        raise UserError(f"{name} is {value!r}; {said[0].lower()}{said[1:]}") from None
+        shown = repr(value)
+        shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
+        raise UserError(f"{name} is {shown}; {said[0].lower()}{said[1:]}") from None
 
 
 def _in_words(error: msgspec.ValidationError) -> str:

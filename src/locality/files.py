@@ -15,6 +15,7 @@ import shutil
 import stat
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import IO, Any, TypeVar
 import yaml
 
 from locality import checks
-from locality.errors import UserError, near, wrap_errors
+from locality.errors import UserError, near, prefix_errors, some, wrap_errors
 
 # Hundreds of times the size of this library's own files; YAML is slower to read.
 LARGEST_TEXT = 16 << 20
@@ -47,6 +48,15 @@ class _Loader(_SafeLoader):
         first: [(tag, form) for tag, form in resolvers if not tag.endswith((":int", ":float"))]
         for first, resolvers in _SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def flatten_mapping(self, node: Any) -> None:
+        """Refuse repeated keys, before those of `<<` are added."""
+        own = [] if hasattr(node, "checked") else [key for key, _ in node.value]
+        node.checked = True
+        keys = Counter(key.value for key in own if isinstance(key, yaml.ScalarNode))
+        if repeated := [key for key, count in keys.items() if count > 1]:
+            raise UserError(f"{some(repeated, quote='')} is given more than once")
+        super().flatten_mapping(node)
 
 
 for _tag, _form in {
@@ -136,12 +146,15 @@ def parse_yaml(text: str, where: str) -> Any:
             depth += isinstance(event, yaml.CollectionStartEvent)
             depth -= isinstance(event, yaml.CollectionEndEvent)
             aliases += isinstance(event, yaml.AliasEvent)
+            if tag := getattr(event, "tag", None):
+                raise UserError(f"{where} has the tag {tag}; give plain values, without tags")
             # libyaml would overflow the stack; aliases of aliases grow exponentially.
             if depth > _DEEPEST or aliases > _MOST_ALIASES:
                 raise UserError(
                     f"{where} has more than {_DEEPEST} levels or {_MOST_ALIASES} aliases"
                 )
-        value = yaml.load(text, _Loader)
+        with prefix_errors(where):
+            value = yaml.load(text, _Loader)
         json.dumps(value, default=str)  # refuses values that contain themselves
         return value
 

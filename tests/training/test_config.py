@@ -8,7 +8,16 @@ from typing import Any, Literal
 import pytest
 
 from locality.errors import UserError
-from locality.settings import differences, from_dict, from_yaml, parse, to_dict, to_yaml
+from locality.settings import (
+    differences,
+    flatten,
+    from_dict,
+    from_yaml,
+    parse,
+    settings_of,
+    to_dict,
+    to_yaml,
+)
 from locality.training import RECIPES, RunConfig, recipe, replace
 
 from .conftest import tiny
@@ -41,6 +50,18 @@ def test_a_value_that_cannot_be_used_is_named(name, value):
     message = str(caught.value)
     assert name.rpartition(".")[2] in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("name", [n for n in settings_of(recipe("digits")) if n != "model.name"])
+@pytest.mark.parametrize("text", ["9" * 400, "-" + "9" * 400, "1e999", "0x" + "f" * 400])
+def test_a_number_without_end_is_refused_or_text(name, text):
+    hint = settings_of(recipe("digits"))[name].hint
+    try:
+        config = replace(recipe("digits"), {name: parse(text, hint, name)})
+    except UserError as error:
+        assert name.rpartition(".")[2] in str(error) and len(str(error)) < 1000
+    else:
+        assert flatten(to_dict(config))[name] == text  # a path or a name
 
 
 def test_an_unknown_setting_is_refused_with_the_nearest():

@@ -111,7 +111,7 @@ class DataConfig:
     image_column: str | None = None
     label_column: str | None = None
     allow_outside: bool = False
-    workers: checks.Natural = setting(0, "how")
+    workers: checks.UpTo4096 = setting(0, "how")
 
     REMOVED = (
         *(("cache_gb", 10.0), ("crops", "exact"), ("difficulty", None), ("real_labels", None)),
@@ -181,7 +181,7 @@ class InputConfig:
     mean: tuple[checks.NotNegative, ...] = IMAGENET_MEAN
     std: tuple[checks.Positive, ...] = IMAGENET_STD
     interpolation: Interpolation = "bicubic"
-    crop_pct: checks.PositiveShare = 0.875
+    crop_pct: Annotated[float, Meta(ge=0.1, le=1)] = 0.875
     crop_mode: Literal["center", "squash"] = "center"
 
     def __post_init__(self) -> None:
@@ -274,7 +274,7 @@ class AugmentConfig:
     """
 
     crop: Literal["resized", "pad", "none"] = "resized"
-    pad: checks.Natural = 4
+    pad: checks.UpTo4096 = 4
     scale: tuple[checks.PositiveShare, checks.PositiveShare] = (0.08, 1.0)
     ratio: tuple[checks.Positive, checks.Positive] = (3 / 4, 4 / 3)
     hflip: checks.Share = 0.5

@@ -216,7 +216,7 @@ class EngineConfig:
     precision: Precision = "auto"
     ema_decay: checks.ShareBelowOne | None = None
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = setting("auto", "how")
-    threads: checks.Natural = setting(0, "how")
+    threads: checks.UpTo4096 = setting(0, "how")
     grad_checkpointing: bool = setting(False, "how")
     channels_last: bool = False
     compile: bool = setting(False, "incidental")
