@@ -86,3 +86,18 @@ def baselines(t: Experiment, s: Scale) -> None:
 
 def _above_all(row: str, part: str) -> Effect:
     return lambda v: v[row, part] - largest(*(v[name, part] for name in PIXELS))
+
+
+@experiment("beyond/trials", "Choosing each model's recipe, on images of their own")
+def trials(t: Experiment, s: Scale) -> None:
+    """The scale's `trials` for each model, one seed; no image is among those of other runs."""
+    t.about = (
+        "Not in the papers. Top-1 of one run each on half of the training images that no other run "
+        "sees, evaluated on the rest of those. Each model's best recipe is that of its other runs."
+    )
+    t.columns = {role: Column(role) for role in _MODELS.values()}
+    for row, settings in s.trials.items():
+        for role in _MODELS.values():
+            chosen = {name.replace(".", "__"): value for name, value in settings.items()}
+            chosen |= {"data__train_part": (0.9, 0.945), "data__val_part": (0.945, 1.0)}
+            t.run(row, role, TOP1, role, fraction=1.0, seeds=s.seeds[:1], label=row, **chosen)

@@ -259,6 +259,7 @@ def run_pictures(folder: Path | str, count: int, trained: bool = True) -> Pictur
 
 
 def _maps_figure(t: Experiment, s: Scale, size: str, images: Sequence[int]) -> None:
+    size = size if f"DeiT-{size}" in s.models else "S"
     roles = [f"DeiT-{size}", f"ConViT-{size}"]
     t.drawn = tuple(s.runs(role, seeds=s.seeds[:1])[0] for role in roles)
     layers = (1, s.architecture(roles[1]).gpsa_layers - 1)
@@ -300,8 +301,9 @@ def figure_16(t: Experiment, s: Scale) -> None:
 @experiment("convit/figure-15", "Mean attention maps of DeiT before and after training")
 def figure_15(t: Experiment, s: Scale) -> None:
     """Averages over images."""
-    t.drawn = s.runs("DeiT-Ti", seeds=s.few_seeds[:1])
-    deep = max(1, round(0.75 * s.architecture("DeiT-Ti").depth))
+    role = "DeiT-Ti" if "DeiT-Ti" in s.models else "DeiT-S"
+    t.drawn = s.runs(role, seeds=s.few_seeds[:1])
+    deep = max(1, round(0.75 * s.architecture(role).depth))
     t.about = (
         f"Attention from the centre patch, averaged over {_AVERAGED_IMAGES} images, in "
         f"layers 1 and {deep + 1}."

@@ -87,16 +87,16 @@ def figure_2a(t: Experiment, s: Scale) -> None:
     t.about = "Table 2 as curves."
     table, label, gains = published.rows("convit/table-2"), "training images (%)", []
     for title in ("Here", "Published"):
-        rows = {fraction: f"{title} {percent(fraction)}" for fraction in s.fractions}
+        known = [f for f in s.fractions if title == "Here" or percent(f) in table]
+        rows = {fraction: f"{title} {percent(fraction)}" for fraction in known}
         lines = []
         for family in FAMILIES:
             role, keys = f"{family}-S", {}
             for fraction, row in rows.items():
-                printed = table[percent(fraction)][f"{role}/top1"].value
                 keys[100 * fraction] = (
                     t.run(row, role, TOP1, role, fraction=fraction)
                     if title == "Here"
-                    else t.fixed(row, role, printed)
+                    else t.fixed(row, role, table[percent(fraction)][f"{role}/top1"].value)
                 )
             lines.append(line(s.called(role) if title == "Here" else role, keys, family.lower()))
         t.panel(title, label, "top-1 (%)", *lines, log_x=True)

@@ -21,7 +21,7 @@ from locality_papers.experiment import (
     relative_gain,
 )
 from locality_papers.measures import TOP1, TOP5, count_role, masked_top1
-from locality_papers.runs import FAMILIES, FRACTIONS, Scale, variation
+from locality_papers.runs import FAMILIES, Scale, variation
 from locality_papers.table import Key, Measure
 
 
@@ -65,12 +65,12 @@ def table_2(t: Experiment, s: Scale) -> None:
     for part in map(percent, s.fractions):
         effect = minus((part, "ConViT-S/top1"), (part, "DeiT-S/top1"))
         t.ask(where, f"With {part} of the images, is ConViT above DeiT?", effect)
-    fewest, most = percent(FRACTIONS[0]), percent(FRACTIONS[-1])
+    fewest, most = percent(s.fractions[0]), percent(s.fractions[-1])
     effect = minus((fewest, "ConViT-S/top5"), (fewest, "DeiT-S/top5"))
     task = "" if s.comparable else "with ten classes top-5 is nearly 100%"
     text = f"With {fewest} of the images, is ConViT's top-5 above DeiT's?"
     t.ask(where, text, effect, task=task)
-    if {FRACTIONS[0], FRACTIONS[-1]} <= set(s.fractions):
+    if most != fewest:
         t.ask(
             where,
             "Is ConViT's relative gain larger with few images than with many?",

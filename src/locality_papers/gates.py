@@ -52,7 +52,7 @@ def position_rate(t: Experiment, s: Scale) -> None:
     layers = range(s.architecture("ConViT-S").gpsa_layers)
     for factor in FACTORS:
         chosen: dict[str, Any] = {"seeds": s.few_seeds, "keep_weights": True}
-        if factor != 1:
+        if factor != s.base("ConViT-S").optim.position_lr_factor:
             chosen["optim__position_lr_factor"] = factor
         config = s.runs("ConViT-S", **chosen)[0].config
         row = f"×{factor:g}"
@@ -94,8 +94,9 @@ PREDICTIONS = (
 def _chosen(s: Scale, label: str, optim: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of `Scale.runs` for patches in an order."""
     base, suffix = s.base("ConViT-S"), SHUFFLED[label]
-    # Crops and rotations of shuffled images would cut through patches.
+    # Crops and rotations of shuffled images would cut through patches, flips undo one order.
     chosen = {"augment__pad": 0, "augment__affine": 0.0, "augment__cutmix": 0.0, **optim}
+    chosen["augment__hflip"] = 0.0
     chosen["schedule__snapshot_every"] = base.schedule.length / _SNAPSHOTS
     if suffix:
         chosen["data__dataset"] = f"{base.data.dataset}_{suffix}"

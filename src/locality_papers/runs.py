@@ -51,6 +51,8 @@ class Scale:
         settings: pattern of roles → changes to the recipe's settings; all matches apply, in order.
         small: settings of the smaller training set of Figs. 8 and 12.
         fractions: fractions of the data in Table 2.
+        fraction: fraction of the data in all other experiments, unless they vary it.
+        trials: settings tried for each role on images of their own, by name (`beyond/trials`).
         splits_by_seed: whether each seed draws its own validation images, so that intervals over
             seeds include the spread over images.
         gpsa_counts: an axis of Fig. 8; `gpsa_counts[-1]` is the model's own number.
@@ -75,6 +77,8 @@ class Scale:
     settings: dict[str, Any] = field(default_factory=dict)
     masked_size: str = "Ti"
     fractions: tuple[float, ...] = FRACTIONS
+    fraction: float = 1.0
+    trials: dict[str, dict[str, Any]] = field(default_factory=dict)
     splits_by_seed: bool = False
     snapshots: int = 20
     comparable: bool = False
@@ -85,7 +89,7 @@ class Scale:
         self,
         role: str,
         *,
-        fraction: float = 1.0,
+        fraction: float | None = None,
         seeds: tuple[int, ...] | None = None,
         keep_weights: bool | None = None,
         needs: tuple[Run, ...] = (),
@@ -97,9 +101,11 @@ class Scale:
 
         Args:
             role: one of `models`.
-            fraction: fraction of the training images; the number of images shown stays the same.
+            fraction: fraction of the training images, the scale's by default; the number of images
+                shown stays the same.
             seeds: the scale's by default.
-            keep_weights: save snapshots of the weights; by default only for baselines on all data.
+            keep_weights: save snapshots of the weights; by default only for the role's model
+                itself on the scale's fraction.
             needs: see `Run`.
             label: part of the name, instead of the changes.
             fields: changed fields of the role's model configuration.
@@ -108,6 +114,7 @@ class Scale:
         if role not in self.models:
             raise UserError(f"the scale has no model for {role}")
         base, (name, own) = self.base(role), self.models[role]
+        fraction = self.fraction if fraction is None else fraction
         given = {f"model.{field}": value for field, value in (fields or {}).items()}
         given |= {key.replace("__", "."): value for key, value in changes.items()}
         dataset = given.get("data.dataset", base.data.dataset)
@@ -116,7 +123,7 @@ class Scale:
         if fraction < 1 and base.schedule.unit == "epochs":
             settings["schedule.constant_images"] = True
         if keep_weights is None:
-            keep_weights = fraction == 1 and not given
+            keep_weights = fraction == self.fraction and not given
         if keep_weights:
             settings["schedule.snapshot_every"] = base.schedule.length / self.snapshots
         config = replace(base, settings | given)

@@ -53,11 +53,12 @@ class DataConfig:
     """The training and validation images of a run.
 
     Attributes:
-        dataset: digits, folder (a folder of images per class), table, arrow, cifar10, cifar100,
-            fashion_mnist, flowers102, pets, imagenet, imagenet100, tiny_imagenet,
+        dataset: digits, folder (a folder of images per class), table, arrow, cifar10,
+            cifar10_jpeg (CIFAR-10 as files in train/CLASS and test/CLASS), cifar100, fashion_mnist,
+            flowers102, pets, imagenet, imagenet100, tiny_imagenet,
             or, with shuffled patches (`locality.data.datasets`), digits_permuted,
-            digits_shuffled_25, digits_shuffled_50, digits_shuffled_100, fashion_mnist_permuted,
-            fashion_mnist_shuffled_25, fashion_mnist_shuffled_50 or fashion_mnist_shuffled_100.
+            digits_shuffled_25, digits_shuffled_50, digits_shuffled_100, and the same of
+            fashion_mnist and cifar10_jpeg.
         root: folder of the dataset; `digits` has none, and `fashion_mnist` needs none if Debian's
             package is installed.
         download: let torchvision fetch what is missing (CIFAR, Fashion-MNIST, Flowers-102, Pets).

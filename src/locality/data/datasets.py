@@ -512,8 +512,10 @@ def open_shuffled(config: DataConfig) -> tuple[list[str], ImageSource, ImageSour
 
 
 def _shuffled(source: ImageSource, row: dict[str, Any]) -> npt.NDArray[np.uint8]:
-    assert source.pixels is not None
-    images = source.pixels.permute(0, 2, 3, 1).numpy()
+    if source.pixels is None:  # small files of one size
+        images = np.stack([np.asarray(source.read(index)) for index in range(len(source))])
+    else:
+        images = source.pixels.permute(0, 2, 3, 1).numpy()
     return shuffle_patches(images, row["patch"], row["share"])
 
 
