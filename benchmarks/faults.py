@@ -39,8 +39,8 @@ from locality.machine import describe_environment
 from locality.runs import RunFolder
 from locality.settings import from_yaml, to_yaml
 from locality.training import RunConfig, recipe, replace, train
+from locality.training.job import Job
 from locality.training.loop import Loop
-from locality.training.resolved_run import ResolvedRun
 
 PHASES = ("step", "evaluate", "save")
 SIGNALS = {each.name: each for each in (signal.SIGKILL, signal.SIGTERM)}
@@ -342,7 +342,7 @@ def survey(
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Import lazy modules once here, not in every process.
     importlib.import_module("torch._dynamo")
-    ResolvedRun(configuration("convit_nano", 0, 1))
+    Job(configuration("convit_nano", 0, 1), "run").open()
     rng = random.Random(seed)
     cases = [
         (model, workers, accumulate)

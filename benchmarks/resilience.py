@@ -24,13 +24,12 @@ from peers import interleave
 
 from locality.files import write_atomic
 from locality.machine import describe_environment
-from locality.runs import RunFolder
 from locality.training import recipe, replace
 from locality.training.devices import SignalHandler, create_fabric
+from locality.training.job import Job
 from locality.training.loop import Loop
 from locality.training.model import build_model
 from locality.training.recorder import Recorder
-from locality.training.resolved_run import ResolvedRun
 from locality.training.state import Components, TrainState
 
 
@@ -38,13 +37,12 @@ def make_loop(fabric: Fabric, model: str, folder: Path, steps: int) -> Loop:
     """A run of the digits recipe without evaluations or checkpoints."""
     changes: dict[str, Any] = {"schedule.steps": steps, "schedule.eval_every": steps}
     config = replace(recipe("digits", {"model.name": model}), changes)
-    resolved = ResolvedRun(config)
-    run = RunFolder(folder)
-    run.checkpoints.mkdir(parents=True)
-    parts = Components(fabric, resolved, build_model(config, len(resolved.splits.classes)))
+    job = Job(config, folder).open()
+    job.folder.checkpoints.mkdir(parents=True)
+    parts = Components(fabric, job, build_model(config, len(job.splits.classes)))
     state = TrainState()
-    recorder = Recorder(run, resolved, state, quiet=True)
-    return Loop(fabric, resolved, parts, recorder, SignalHandler(), state, time.perf_counter())
+    recorder = Recorder(job, state, quiet=True)
+    return Loop(fabric, job, parts, recorder, SignalHandler(), state, time.perf_counter())
 
 
 def measure(fabric: Fabric, model: str, pairs: int, folder: Path) -> dict[str, Any]:

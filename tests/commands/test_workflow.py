@@ -96,7 +96,7 @@ def test_training_again_changes_nothing_and_all_differences_are_named(run, cli):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_command_line_repeats_every_recipe(name):
-    changed, _ = read_run([name, "--seed=7"])
+    changed = read_run([name, "--seed=7"])[0].config
     assert changed == dataclasses.replace(recipe(name), seed=7)
 
 
@@ -104,7 +104,7 @@ def test_settings_from_a_file_and_by_name(tmp_path):
     """A file overrides the recipe; the command line overrides the file."""
     (tmp_path / "mine.yaml").write_text("optim:\n  lr: 0.001\nschedule:\n  steps: 3\n")
     words = ["digits", "--config", str(tmp_path / "mine.yaml"), "--optim.lr=0.002"]
-    config, _ = read_run([*words, "--model=deit_nano", "--fraction=0.1"])
+    config = read_run([*words, "--model=deit_nano", "--fraction=0.1"])[0].config
     assert (config.optim.lr, config.schedule.steps) == (0.002, 3)
     assert (config.model.name, config.data.fraction) == ("deit_nano", 0.1)
 
@@ -112,7 +112,7 @@ def test_settings_from_a_file_and_by_name(tmp_path):
 def test_the_models_settings_in_a_group_are_all_of_them(tmp_path):
     """As the config.yaml of a run of an earlier version has them."""
     (tmp_path / "config.yaml").write_text("model: {depth: 2}")
-    config, _ = read_run(["convit_cifar", "--config", str(tmp_path / "config.yaml")])
+    config = read_run(["convit_cifar", "--config", str(tmp_path / "config.yaml")])[0].config
     assert config.model.depth == 2
 
 
@@ -148,24 +148,28 @@ def test_the_demo_ends_in_a_report(tmp_path, cli):
     ],
 )  # fmt: skip
 def test_a_recipe_follows_the_model_and_data_it_is_given(words, expected):
-    assert read_run(words.split())[0] == expected
+    assert read_run(words.split())[0].config == expected
 
 
 def test_a_length_in_the_other_unit_keeps_the_shares_of_warm_up_and_cool_down():
-    schedule = read_run(["deit_300", "--schedule.steps", "600"])[0].schedule
+    schedule = read_run(["deit_300", "--schedule.steps", "600"])[0].config.schedule
     assert (schedule.steps, schedule.epochs) == (600, None)
     assert (schedule.warmup, schedule.eval_every) == (10, 30)
-    given = read_run(["deit_300", "--schedule.steps", "600", "--schedule.warmup", "7"])[0].schedule
+    given = read_run(["deit_300", "--schedule.steps", "600", "--schedule.warmup", "7"])[
+        0
+    ].config.schedule
     assert given.warmup == 7
-    epochs = read_run(["digits", "--schedule.epochs=30"])[0].schedule
+    epochs = read_run(["digits", "--schedule.epochs=30"])[0].config.schedule
     assert (epochs.warmup, epochs.eval_every) == (2.5, 3)
 
 
 def test_a_file_may_name_the_recipe_but_not_another_one(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("recipe: cvt_300\nmodel:\n  name: cvt_21\n")
-    assert read_run(["--config", str(file)])[0] == recipe("cvt_300", {"model.name": "cvt_21"})
-    given = read_run(["--config", str(file), "--optim.weight_decay", "0.3"])[0]
+    assert read_run(["--config", str(file)])[0].config == recipe(
+        "cvt_300", {"model.name": "cvt_21"}
+    )
+    given = read_run(["--config", str(file), "--optim.weight_decay", "0.3"])[0].config
     assert given.optim.weight_decay == 0.3 and given.augment.repeats == 3
     with pytest.raises(UserError, match="cvt_300"):
         read_run(["digits", "--config", str(file)])
@@ -261,11 +265,11 @@ def test_a_run_goes_on_with_its_own_settings(tmp_path, cli):
 
 
 def test_a_short_run_has_a_short_warm_up(cli):
-    schedule = read_run(["digits", "--schedule.steps=60"])[0].schedule
+    schedule = read_run(["digits", "--schedule.steps=60"])[0].config.schedule
     assert (schedule.warmup, schedule.eval_every) == (5, 120)
-    assert read_run(["digits", "--schedule.steps=3000"])[0].schedule.warmup == 100
+    assert read_run(["digits", "--schedule.steps=3000"])[0].config.schedule.warmup == 100
     printed = cli("train", "--schedule.steps=60", "--print_config").out
-    assert settings.from_yaml(RunConfig, printed) == read_run(["--schedule.steps=60"])[0]
+    assert settings.from_yaml(RunConfig, printed) == read_run(["--schedule.steps=60"])[0].config
 
 
 def test_images_that_are_not_square_from_training_to_fine_tuning(tmp_path, class_folders, cli):

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from locality.cli import main
-from locality.commands.train import read_run
+from locality.commands.train import prepare, read_run
 from locality.errors import UserError
 from locality.machine import idle_processors
 from locality.runs import RunFolder
-from locality.training.autofit import SIZES, autofit, image_size, sized
-from locality.training.config import read_config
+from locality.training.autofit import SIZES, image_size, sized
+from locality.training.config import RunConfig, read_config
 from locality.training.evaluation import evaluate_run
 from locality.training.model import settings_from_weights
 from locality.training.recipes import recipe as named_recipe
@@ -29,6 +29,11 @@ def photographs(root: Path, side: int = 80, per_class: int = 16, classes: int = 
 
 def given(root: Path, **settings: Any) -> dict[str, Any]:
     return {"data.root": str(root), "data.dataset": "folder", "schedule.minutes": 3.0} | settings
+
+
+def chosen(name: str, settings: dict[str, Any]) -> tuple[RunConfig, str]:
+    job = prepare(name, settings, quiet=True)
+    return job.config, " ".join(job.notes)
 
 
 def test_the_size_is_the_largest_that_the_images_reach():
@@ -48,17 +53,17 @@ def test_busy_processors_are_left_alone(load, threads, monkeypatch):
 
 def test_the_images_alone_decide(tmp_path):
     root = photographs(tmp_path / "photos", 50)
-    config = autofit("photos", given(root))[0]
+    config = chosen("photos", given(root))[0]
     assert config.model.img_size == 48
     for other in ({"schedule.minutes": 60.0}, {"schedule.minutes": None, "schedule.steps": 9}):
-        assert autofit("photos", given(root) | other)[0].model == config.model
-    deit = autofit("photos", given(root) | {"model.name": "deit_nano"})[0]
+        assert chosen("photos", given(root) | other)[0].model == config.model
+    deit = chosen("photos", given(root) | {"model.name": "deit_nano"})[0]
     assert deit.model.img_size == 48 and deit.augment == config.augment
-    cnn = autofit("photos", given(root) | {"model.name": "timm/test_resnet"})[0]
+    cnn = chosen("photos", given(root) | {"model.name": "timm/test_resnet"})[0]
     size = cnn.model.img_size
     assert (size, cnn.optim, cnn.augment) == (48, config.optim, config.augment)
     large = {"model.name": "convit_mini", "model.img_size": 160, "model.patch_size": 16}
-    assert autofit("photos", given(root) | large)[0].augment.auto_augment
+    assert chosen("photos", given(root) | large)[0].augment.auto_augment
 
 
 @pytest.mark.parametrize(
@@ -72,13 +77,13 @@ def test_the_images_alone_decide(tmp_path):
 )
 def test_long_images_are_squashed(tmp_path, size, squashed, said):
     root = given(write_classes(tmp_path / "photos", {"a": 9, "b": 9}, size=size[::-1]))
-    config, reasons = autofit("photos", root)
+    config, reasons = chosen("photos", root)
     assert (config.input.crop_mode == "squash") == squashed
     assert config.augment.crop == "pad" and said in reasons
     assert ("% of the pixels" in reasons) == bool(said)
-    config, reasons = autofit("photos", root | {"input.crop_mode": "center"})
+    config, reasons = chosen("photos", root | {"input.crop_mode": "center"})
     assert config.input.crop_mode == "center" and said in reasons
-    config, _ = autofit("photos", root | {"model.img_size": (size[1], size[0] // 8 * 8)})
+    config, _ = chosen("photos", root | {"model.img_size": (size[1], size[0] // 8 * 8)})
     assert config.input.crop_mode == "center"
 
 
@@ -87,14 +92,14 @@ def test_fine_tuning_takes_architecture_and_preparation_from_the_weights(tmp_pat
     train(tiny(input__crop_mode="squash"), donor)
     settings = settings_from_weights(str(donor))
     root = photographs(tmp_path / "photos", 20, classes=3)
-    config = autofit("finetune", given(root) | settings)[0]
+    config = chosen("finetune", given(root) | settings)[0]
     assert config.model == tiny().model
     assert config.model.name == "convit_nano"
     assert config.input == tiny(input__crop_mode="squash").input
     # Small models train as from scratch; larger ones learn slowly.
     assert config.optim.layer_decay == 1.0
     assert named_recipe("finetune").optim.layer_decay == 0.75
-    larger = autofit("finetune", given(root) | settings | {"model.img_size": 16})[0]
+    larger = chosen("finetune", given(root) | settings | {"model.img_size": 16})[0]
     assert larger.model.img_size == 16
 
 
@@ -112,8 +117,8 @@ def test_one_word_trains_and_the_same_word_goes_on(tmp_path, monkeypatch, capsys
     assert evaluate_run(folder)["top1"] == pytest.approx(result["top1"])
     assert (config.recipe, config.data.exif) == ("photos", True)
     assert main(words) == 0
-    assert read_run(words[1:])[0] == config
-    assert read_run(["--config", str(folder / "config.yaml")])[0] == config
+    assert read_run(words[1:])[0].config == config
+    assert read_run(["--config", str(folder / "config.yaml")])[0].config == config
     assert main([*words[:2], "--minutes", "9", "--output", str(folder)]) == 2
     assert "0.1 minutes" in capsys.readouterr().err
     # Another model has another folder.

@@ -18,6 +18,7 @@ from locality.data import datasets, sources
 from locality.errors import UserError
 from locality.training import RunConfig, dry_run, loop
 from locality.training import train as train_loudly
+from locality.training.job import Job
 
 from ..conftest import write_image
 from .conftest import assert_same_run, tiny, train
@@ -212,13 +213,20 @@ def test_a_class_without_images_and_a_large_batch_are_mentioned(photos, tmp_path
     config = on(photos, engine__batch_size=64)
     train_loudly(config, tmp_path / "run")
     said = capsys.readouterr().err
-    assert "'dog'" in said and "a batch of 64" in said and "'dog'" in str(dry_run(config))
+    assert (
+        "'dog'" in said
+        and "a batch of 64" in said
+        and "'dog'" in dry_run(Job(config, tmp_path / "other"))
+    )
 
 
 @pytest.mark.parametrize("batch_size", [10**9, 10**18])
 def test_a_batch_that_does_not_fit_into_memory_is_refused(batch_size, photos, tmp_path):
     config = on(photos, engine__batch_size=batch_size)
-    for start in (lambda: train(config, tmp_path / "run"), lambda: dry_run(config)):
+    for start in (
+        lambda: train(config, tmp_path / "run"),
+        lambda: dry_run(Job(config, tmp_path / "run")),
+    ):
         with pytest.raises(UserError, match="memory"):
             start()
     assert not (tmp_path / "run").exists()

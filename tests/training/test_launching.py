@@ -22,7 +22,7 @@ from locality.errors import UserError
 from locality.runs import RunFolder
 from locality.settings import to_yaml
 from locality.training import devices
-from locality.training.resolved_run import ResolvedRun
+from locality.training.job import Job
 
 from .conftest import assert_same_run, tiny, train
 
@@ -164,7 +164,7 @@ def test_nothing_is_left_behind(launcher, how, codes, tmp_path):
     assert (tmp_path / "run/checkpoints/last.ckpt").exists()
 
 
-def test_torchrun_and_slurm_decide_how_many_processes_there_are(monkeypatch):
+def test_torchrun_and_slurm_decide_how_many_processes_there_are(monkeypatch, tmp_path):
     assert devices.process_layout() == (1, 1)
     with monkeypatch.context() as patch:
         patch.setenv("TORCHELASTIC_RUN_ID", "1")
@@ -172,7 +172,7 @@ def test_torchrun_and_slurm_decide_how_many_processes_there_are(monkeypatch):
         patch.setenv("LOCAL_WORLD_SIZE", "6")
         assert devices.process_layout() == (6, 2)
         with pytest.raises(UserError, match="evenly between 12"):
-            ResolvedRun(tiny())
+            Job(tiny(), tmp_path / "run").open()
     with monkeypatch.context() as patch:
         patch.setenv("SLURM_NTASKS", "16")
         patch.setenv("SLURM_NNODES", "2")

@@ -20,9 +20,9 @@ from locality.training import evaluate_run, initial_model, load_run
 from locality.training import train as train_run
 from locality.training.devices import resolve_accelerator
 from locality.training.folder_checks import check_folder
+from locality.training.job import Job
 from locality.training.model import build_model, initialize_model
 from locality.training.recorder import Recorder
-from locality.training.resolved_run import ResolvedRun
 from locality.training.state import TrainState
 
 from .conftest import assert_same, tiny, train
@@ -150,13 +150,11 @@ def test_a_path_in_other_words_is_the_same_configuration(tmp_path, monkeypatch):
 
 
 def test_time_of_a_resumed_run_is_that_of_all_its_steps(tmp_path):
-    (tmp_path / "timing.csv").write_text(
+    job = Job(tiny(schedule__steps=20), tmp_path).open()
+    job.folder.timing_file.write_text(
         "step,seconds,images_per_second,eval_seconds,peak_memory_mb\n10,5.0,20,1,100\n"
     )
-    resolved = ResolvedRun(tiny(schedule__steps=20))
-    recorder = Recorder(
-        RunFolder(tmp_path), resolved, TrainState(step=18, evaluated=10), quiet=True
-    )
+    recorder = Recorder(job, TrainState(step=18, evaluated=10), quiet=True)
     assert recorder.seconds == pytest.approx(9.0)
     for step in (19, 20):
         recorder.log_step(TrainState(step=step), 0.5)

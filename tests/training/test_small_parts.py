@@ -18,10 +18,10 @@ from locality.models.config import signature_diff
 from locality.runs import RunFolder
 from locality.training import cost, devices, dry_run, recipe, replace
 from locality.training.devices import choose_precision
+from locality.training.job import Job
 from locality.training.loop import seed_pass
 from locality.training.model import initialize_model, saved_activations, settings_from_weights
 from locality.training.recorder import Recorder
-from locality.training.resolved_run import ResolvedRun
 from locality.training.state import TrainState
 
 from .conftest import tiny, train
@@ -62,7 +62,7 @@ def test_seeds_ranks_steps_and_micro_batches_draw_differently():
 
 @pytest.fixture
 def recorder(tmp_path):
-    recorder = Recorder(RunFolder(tmp_path), ResolvedRun(tiny(schedule__steps=120)), TrainState())
+    recorder = Recorder(Job(tiny(schedule__steps=120), tmp_path).open(), TrainState())
     yield recorder
     recorder.close()
 
@@ -133,8 +133,7 @@ def test_the_cost_of_a_public_dataset_needs_no_images(cli):
 def test_weights_are_read_before_the_first_step(tmp_path):
     config = tiny(weights=str(locality.save(build("cvt_pico"), tmp_path)))
     with pytest.raises(UserError, match="CvT"):
-        ResolvedRun(config).check_start()
-    ResolvedRun(config, classes=[f"{digit}" for digit in range(10)]).check_start()  # resumed
+        Job(config, tmp_path / "run").open().check_start()
 
 
 def test_a_dry_run_counts_and_touches_nothing(tmp_path, monkeypatch):
@@ -142,30 +141,31 @@ def test_a_dry_run_counts_and_touches_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(cost, "time_loading", lambda run: 0.0005)
     monkeypatch.setattr(cost, "time_step", lambda *args: 0.0005)
     config = tiny(schedule__steps=800_000)
-    text = dry_run(config, tmp_path / "run")
+    text = dry_run(Job(config, tmp_path / "run"))
     assert not (tmp_path / "run").exists()
     # Evaluating an image costs a third of training on it.
     val = round(0.05 * 1797)
     hours = (800_000 * 16 + val / 3 * 800_000 / 3) / 1000 / 3600
     assert float(re.search(r"time +([\d.]+) h", text)[1]) == pytest.approx(hours, rel=0.02)
     assert "800,000 steps" in text and "16 images" in text
-    measured = dry_run(tiny(schedule__steps=None, schedule__minutes=3))
+    measured = dry_run(Job(tiny(schedule__steps=None, schedule__minutes=3), tmp_path / "run"))
     assert "3 min" in measured and "bottleneck" in measured
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16-mixed"])
-def test_counted_activations_are_those_of_a_real_pass(mode):
-    run = ResolvedRun(replace(recipe("digits"), {"engine.precision": mode}))
+def test_counted_activations_are_those_of_a_real_pass(mode, tmp_path):
+    job = Job(replace(recipe("digits"), {"engine.precision": mode}), tmp_path / "run").open()
     model = build("convit_nano", num_classes=10).train()
     model.shortcuts = True
-    real = saved_activations(model, torch.randn(64, 3, 8, 8), run.autocast)
-    assert run.activation_bytes == pytest.approx(real, rel=0.02)
+    real = saved_activations(model, torch.randn(64, 3, 8, 8), job.autocast)
+    assert job.activation_bytes == pytest.approx(real, rel=0.02)
 
 
-def test_gradient_checkpointing_keeps_fewer_activations():
+def test_gradient_checkpointing_keeps_fewer_activations(tmp_path):
     config = recipe("digits")
     less = replace(config, {"engine.grad_checkpointing": True})
-    assert ResolvedRun(less).activation_bytes < 0.5 * ResolvedRun(config).activation_bytes
+    fewer, more = (Job(each, tmp_path / "run").open() for each in (less, config))
+    assert fewer.activation_bytes < 0.5 * more.activation_bytes
 
 
 @pytest.mark.parametrize(

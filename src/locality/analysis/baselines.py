@@ -122,20 +122,13 @@ def split_pixels(
     return train.reshape(len(train), -1), labels, val.reshape(len(val), -1), targets
 
 
-def baseline_inputs(
-    config: RunConfig, classes: Sequence[str] = ()
-) -> tuple[DataSplits, InputConfig, int]:
-    """The arguments of `pixel_baselines` for a run.
-
-    Args:
-        config: the run's configuration.
-        classes: the class names recorded in its folder, if it has started.
+def baseline_inputs(config: RunConfig) -> tuple[DataSplits, InputConfig, int]:
+    """The arguments of `pixel_baselines` for a run that has not started.
 
     Raises:
         OSError, UserError: the run's images cannot be read.
     """
-    splits = open_data(config.data, config.seed, classes)
-    return splits, _preprocessing(config), config.data.workers
+    return open_data(config.data, config.seed), _preprocessing(config), config.data.workers
 
 
 def _preprocessing(config: RunConfig) -> InputConfig:
@@ -143,7 +136,9 @@ def _preprocessing(config: RunConfig) -> InputConfig:
 
 
 def record_baselines(
-    folders: Iterable[Path | str], known: dict[str, dict[str, Any]] | None = None
+    folders: Iterable[Path | str],
+    known: dict[str, dict[str, Any]] | None = None,
+    splits: DataSplits | None = None,
 ) -> None:
     """Write `baselines.json` (top-1 in percent by name) into run folders that lack it.
 
@@ -152,6 +147,7 @@ def record_baselines(
     Args:
         folders: run folders.
         known: results already computed by `expected_baselines`.
+        splits: their images, if already open.
 
     Raises:
         OSError, UserError: a run's images can no longer be read.
@@ -159,7 +155,7 @@ def record_baselines(
     known = {} if known is None else known
     for run in map(RunFolder, folders):
         if not (run.path / BASELINES).exists():
-            record = _record(read_config(run.path), known, run.classes())
+            record = _record(read_config(run.path), known, run.classes(), splits)
             run.write_json(run.path / BASELINES, record)
 
 
@@ -177,12 +173,16 @@ def expected_baselines(config: RunConfig, known: dict[str, dict[str, Any]]) -> d
 
 
 def _record(
-    config: RunConfig, known: dict[str, dict[str, Any]], classes: Sequence[str] = ()
+    config: RunConfig,
+    known: dict[str, dict[str, Any]],
+    classes: Sequence[str] = (),
+    splits: DataSplits | None = None,
 ) -> dict[str, Any]:
     images = repr((config.data, config.seed, _preprocessing(config)))
     if images not in known:
         most = MAX_IMAGES if config.schedule.minutes is None else MAX_TIMED_IMAGES
-        known[images] = pixel_baselines(*baseline_inputs(config, classes), most)
+        splits = splits or open_data(config.data, config.seed, classes)
+        known[images] = pixel_baselines(splits, _preprocessing(config), config.data.workers, most)
     return known[images]
 
 

@@ -23,10 +23,17 @@ from locality.runs import RunFolder, is_run_folder
 from locality.settings import flatten, replace, to_dict, to_yaml
 from locality.training.config import LENGTHS, RunConfig, read_config
 from locality.training.folder_checks import check_places
-from locality.training.recipes import CUSTOM_DATA_RECIPES, RECIPES, describe, recipe
+from locality.training.recipes import (
+    CUSTOM_DATA_RECIPES,
+    RECIPES,
+    converted,
+    describe,
+    recipe,
+)
 
 if TYPE_CHECKING:
     from locality.trained import TrainedRun
+    from locality.training.job import Job
 
 # Short options of frequent settings.
 SHORT = {
@@ -40,7 +47,6 @@ SHORT = {
     "engine.batch_size": "--batch",
     "engine.threads": "--threads",
 }
-_LENGTHS = tuple(f"schedule.{name}" for name in LENGTHS)
 DEFAULT_MINUTES = 10.0
 """Of a run on a custom dataset."""
 
@@ -52,31 +58,27 @@ def train(arguments: Sequence[str], command: str = "train") -> None:
     all values; override them by name or with --config FILE.yaml.
     """
     started = time.perf_counter()
-    config, options = read_run(arguments, command)
+    job, options = read_run(arguments, command)
     if options.print_config:
-        print(to_yaml(config), end="")
-        return
-    folder = options.output
-    if not options.dry_run:
-        check_places(config, folder)
-    if options.fit is not None and not options.quiet and is_main_process():
-        print(options.fit, file=sys.stderr)
-    if options.dry_run:
-        print(training.dry_run(config, folder))
-        return
-    _train(config, folder, options.quiet, started)
+        print(to_yaml(job.config), end="")
+    elif options.dry_run:
+        print(training.dry_run(job))
+    else:
+        _train(job, options.quiet, started)
 
 
-def _train(config: RunConfig, folder: Path, quiet: bool, started: float) -> None:
+def _train(job: Job, quiet: bool, started: float) -> None:
     """Train a run, then record and print the pixel baselines on its images."""
     with doing("starting", quiet or not is_main_process()):
-        from locality.analysis import baselines  # imports torch
+        from locality.analysis import baselines
+        from locality.training.engine import train_job
 
-    result = training.train(config, folder, quiet=quiet, started=started)
+    config, folder = job.config, job.folder.path
+    result = train_job(job, quiet=quiet, started=started)
     if not is_main_process():
         return
     with doing("computing the baselines", quiet):
-        baselines.record_baselines([folder])
+        baselines.record_baselines([folder], splits=job.splits)
     if not quiet:
         found = baselines.read_baselines(folder)
         shown = f"{baselines.listed(found)}, at {baselines.read_baseline_pixels(folder)} pixels"
@@ -127,14 +129,14 @@ def finetune(arguments: Sequence[str]) -> None:
     train(arguments, "finetune")
 
 
-def read_run(arguments: Sequence[str], command: str = "train") -> tuple[RunConfig, Any]:
-    """The configuration and the other options given by `arguments`.
+def read_run(arguments: Sequence[str], command: str = "train") -> tuple[Job, Any]:
+    """The run and the other options given by `arguments`.
 
     The recipe sets all values; `--config` files and then dotted names override them.
     """
     word = first_word(arguments)
     shown = "digits" if word is None else word if word in RECIPES else "photos"
-    base = recipe("finetune" if command == "finetune" else shown)
+    base = RECIPES["finetune" if command == "finetune" else shown]()
     parser = Parser(command, (finetune if command == "finetune" else train).__doc__)
     text = f"a folder of images, a labels.csv, or a recipe: {', '.join(RECIPES)}"
     parser.add_argument("what", nargs="?", help=text)
@@ -156,7 +158,6 @@ def read_run(arguments: Sequence[str], command: str = "train") -> tuple[RunConfi
         folder = Path(options.resume)
         if not folder.exists():
             raise missing(folder)
-        options.output, options.fit = folder, None
         return resumed(folder, parser.settings), options
     asked, given = what_to_train(options.what, command == "finetune")
     for file in options.config:
@@ -167,9 +168,7 @@ def read_run(arguments: Sequence[str], command: str = "train") -> tuple[RunConfi
     name = asked if asked else labelled if labelled in RECIPES else "digits"
     if asked and "recipe" in given and labelled != name:
         raise UserError(f"two recipes given: '{name}', and '{labelled}' in {options.config[-1]}")
-    given |= parser.settings
-    config, options.output, options.fit = resolve(name, given, options.output, options.quiet)
-    return config, options
+    return prepare(name, given | parser.settings, options.output, options.quiet), options
 
 
 def add_run_settings(
@@ -207,10 +206,10 @@ def what_to_train(word: str | None, finetune: bool) -> tuple[str | None, dict[st
     return word, {}
 
 
-def resolve(
+def prepare(
     name: str, given: Mapping[str, Any], output: Path | str | None = None, quiet: bool = False
-) -> tuple[RunConfig, Path, str | None]:
-    """A run's configuration and folder, and the settings chosen for a custom dataset, if any.
+) -> Job:
+    """The run of a recipe; other settings are chosen for custom images, which are opened.
 
     A run that has started keeps its settings.
 
@@ -220,44 +219,50 @@ def resolve(
         output: the run folder; one in runs/ by default.
         quiet: print no news.
     """
-    on_images = name in CUSTOM_DATA_RECIPES and given.get("data.root") is not None
-    if on_images and all(given.get(length) is None for length in _LENGTHS):
-        given = {**given, "schedule.minutes": DEFAULT_MINUTES}
-    weights: Any = given.get("weights", recipe(name).weights) if on_images else None
-    as_weights = weights is not None and "model.name" not in given
-    # The architecture, and so its settings, are then only known after reading the weights.
-    named = {n: x for n, x in given.items() if not n.startswith("model.")}
-    config = recipe(name, named if as_weights else given)
-    folder = Path(output or default_folder(config))
-    if not on_images:
-        return config, folder, None
+    from locality.training.job import Job
+
+    if name not in CUSTOM_DATA_RECIPES or given.get("data.root") is None:
+        config = recipe(name, given)
+        return Job(config, output or default_folder(config))
+    given = converted(given)
+    lengths = {f"schedule.{unit}": unit.replace("minutes", "min") for unit in LENGTHS}
+    length = next((name for name in lengths if given.get(name) is not None), None)
+    if length is None:
+        length, given["schedule.minutes"] = "schedule.minutes", DEFAULT_MINUTES
     if output is None:
-        length = f"{config.schedule.length:g}{config.schedule.unit.replace('minutes', 'min')}"
-        model = f"-{config.model.name.replace('/', '-')}" if "model.name" in given else ""
-        images = folder_name(given["data.root"])
-        folder = Path("runs", name, f"{images}{model}-{length}-s{config.seed}")
+        model = f"-{given['model.name'].replace('/', '-')}" if "model.name" in given else ""
+        images = f"{folder_name(given['data.root'])}{model}-{given[length]:g}{lengths[length]}"
+        output = Path("runs", name, f"{images}-s{given.get('seed', 0)}")
+    folder = Path(output)
     if is_run_folder(folder):
-        return resumed(folder, given), folder, None
-    check_places(config, folder)
+        return resumed(folder, given)
+    config = RECIPES[name]()
+    weights, entry = given.get("weights", config.weights), given.get("entry")
+    check_places(replace(config, {"weights": weights, "entry": entry}), folder)
     with doing(f"reading {given['data.root']}, choosing model and settings", quiet):
-        from locality.training.autofit import autofit
+        from locality.data import open_data
+        from locality.training.autofit import autofit, provisional
         from locality.training.model import settings_from_weights
 
-        if as_weights:
-            known = settings_from_weights(weights, config.entry)
+        if weights is not None and "model.name" not in given:
+            known = settings_from_weights(weights, entry)
             if known.get("input.crop_mode") == "center":  # the default, unless images are long
                 del known["input.crop_mode"]
-            given = known | dict(given)
-        config, chosen = autofit(name, given)
-    return config, folder, chosen
+            given = known | given
+        config = recipe(name, provisional(name, given) | given)
+        splits = open_data(config.data, config.seed)
+        config, notes = autofit(config, splits, given)
+        return Job(config, folder, splits, notes)
 
 
-def resumed(run: Path, given: Mapping[str, Any]) -> RunConfig:
-    """The configuration of a resumed run with changed settings; model and schedule cannot change.
+def resumed(run: Path, given: Mapping[str, Any]) -> Job:
+    """A resumed run with changed settings; model and schedule cannot change.
 
     Raises:
         UserError: if they do, or for an invalid setting.
     """
+    from locality.training.job import Job
+
     begun = read_config(run)
     # Compared before they are applied, as old and new settings may exclude each other.
     before = flatten(to_dict(begun))
@@ -271,7 +276,7 @@ def resumed(run: Path, given: Mapping[str, Any]) -> RunConfig:
             f"its schedule (changed: {', '.join(changed)}); start a new one from its weights: "
             f"locality train --config {run / 'config.yaml'} --weights {run} --output ANOTHER"
         )
-    return replace(begun, given)
+    return Job(replace(begun, given), run)
 
 
 def default_folder(config: RunConfig) -> Path:
@@ -313,20 +318,19 @@ def fit(
     end_if_importing()
     short = {flag[2:]: name for name, flag in SHORT.items()}
     started = time.perf_counter()
-    named = {"model": model, "weights": weights, "schedule.minutes": minutes} | settings
+    start = None if weights is None else os.fspath(weights)
+    named = {"model": model, "weights": start, "schedule.minutes": minutes} | settings
     given = {
         short.get(name, name.replace("__", ".")): value
         for name, value in named.items()
         if value is not None or name in settings
     }
     asked, found = what_to_train(os.fspath(images), weights is not None)
-    config, folder, chosen = resolve(asked or "digits", found | given, output, quiet)
-    if chosen is not None and not quiet:
-        print(chosen)
-    _train(config, folder, quiet, started)
+    job = prepare(asked or "digits", found | given, output, quiet)
+    _train(job, quiet, started)
     from locality.trained import TrainedRun
 
-    return TrainedRun(folder)
+    return TrainedRun(job.folder.path)
 
 
 def recipes(arguments: Sequence[str]) -> None:

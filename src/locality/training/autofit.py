@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from locality.data import open_data
+from locality.data import DataSplits
 from locality.data.decoding import BadImage
 from locality.data.preprocessing import MOST_CROPPED, cropped_share
 from locality.data.sources import ImageSource
@@ -20,8 +20,9 @@ from locality.errors import UserError
 from locality.machine import idle_processors
 from locality.models.config import to_2tuple
 from locality.models.variants import PREFIX, variant
+from locality.settings import replace
 from locality.training.config import RunConfig
-from locality.training.recipes import is_small, recipe
+from locality.training.recipes import default_model, is_small, padding
 
 SIZES = (28, 32, 48, 64)
 """Image sizes in pixels: a run has the largest that its images reach, else the first."""
@@ -34,47 +35,50 @@ FINETUNED_MIX_IMAGES = 5000
 _SAMPLED_IMAGES = 32
 
 
-def autofit(name: str, given: Mapping[str, Any]) -> tuple[RunConfig, str]:
+def provisional(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that `autofit` replaces, so that a run can be checked before its images are open."""
+    if name != "photos" or given.keys() & {"model.img_size", "model.patch_size"}:
+        return {}
+    return sized(given.get("model.name") or default_model(name), SIZES[-1])
+
+
+def autofit(
+    config: RunConfig, splits: DataSplits, given: Mapping[str, Any]
+) -> tuple[RunConfig, list[str]]:
     """Choose the settings of a run on custom images.
 
     Args:
-        name: "photos" or "finetune".
-        given: settings to keep, by dotted name, including `data.root` and the length.
+        config: the run, of the recipe "photos" or "finetune".
+        splits: its images.
+        given: settings to keep, by dotted name.
 
     Returns:
-        the complete run, and the choices, one per line.
+        the complete run, and notes on the choices.
 
     Raises:
-        UserError: if the data cannot be used, or as `recipe`.
+        UserError: if the images cannot be used.
     """
-    config = recipe(name, given)
-    splits = open_data(config.data, config.seed)
-    images, sizes = len(splits.train), sampled_sizes(splits.train)
+    sizes = sampled_sizes(splits.train)
     side = median_shorter_side(sizes)
     chosen, crop = crop_settings(given, sizes)
-    if name == "photos" and not given.keys() & {"model.img_size", "model.patch_size"}:
-        chosen |= sized(config.model.name, image_size(side))
-    sized_config = recipe(name, chosen | dict(given))
-    small = is_small(sized_config.model)
+    if provisional(config.recipe, given):
+        size = image_size(side)
+        chosen |= sized(config.model.name, size) | {"augment.pad": padding(size)}
+    small, images = is_small(config.model.img_size), len(splits.train)
     chosen["engine.batch_size"] = batch_size(images, small)
     if small:
         chosen["engine.threads"] = idle_processors(_MOST_THREADS)
-    if not small and name == "finetune" and images >= FINETUNED_MIX_IMAGES:
+    elif config.recipe == "finetune" and images >= FINETUNED_MIX_IMAGES:
         chosen |= {"augment.mixup": 0.8, "augment.cutmix": 1.0}
-    config = recipe(name, chosen | dict(given))
-    model, size = config.model.name, config.model.img_size
-    reasons = [
-        f"images  {images:,} for training and {len(splits.val):,} for validation, of "
-        f"{len(splits.classes):,} classes, about {side} pixels on the shorter side{crop}",
-        f"model   {model} at {size} pixels",
-    ]
-    if name == "photos":
-        reasons += [
-            "or      a small CNN by the same recipe: --model timm/test_resnet",
-            f"or      pretrained weights, which help small datasets most: locality finetune "
+    notes = [f"images have about {side} pixels on the shorter side{crop}"]
+    if config.recipe == "photos":
+        notes += [
+            "a small CNN by the same recipe: --model timm/test_resnet",
+            f"pretrained weights help small datasets most: locality finetune "
             f"{config.data.root} --from FILE, or a public name such as convit_tiny.fb_in1k",
         ]
-    return config, "\n".join(reasons)
+    chosen = {name: value for name, value in chosen.items() if name not in given}
+    return replace(config, chosen), notes
 
 
 def image_size(side: int) -> int:

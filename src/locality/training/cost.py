@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +17,11 @@ from locality.data.config import DATASETS, DataConfig
 from locality.machine import arithmetic_threads
 from locality.models import build, count_macs, count_parameters
 from locality.progress import format_bytes, format_duration
-from locality.runs import RunFolder
 from locality.training.config import RunConfig
 from locality.training.devices import autocast, resolve_accelerator
-from locality.training.folder_checks import check_places
+from locality.training.job import Job
 from locality.training.model import build_model
 from locality.training.optim import Plan, create_optimizer, make_plan
-from locality.training.resolved_run import ResolvedRun
 
 STEP_FORWARDS = 3
 """A training step costs one forward pass, and two for the gradients."""
@@ -37,14 +34,14 @@ _TIMING_STEPS = 3
 _LOADING_IMAGES = 16
 
 
-def time_loading(run: ResolvedRun) -> float:
+def time_loading(job: Job) -> float:
     """Seconds to read, decode and augment an image in one process."""
     loader = train_loader(
-        run.splits.train,
-        run.config.augment,
-        run.config.input.at(run.img_size),
+        job.splits.train,
+        job.config.augment,
+        job.config.input.at(job.img_size),
         batch_size=_LOADING_IMAGES,
-        seed=run.config.seed,
+        seed=job.config.seed,
         stop_step=2,
     )
     batches = iter(loader)
@@ -170,16 +167,13 @@ def _size(architecture: Any, classes: int) -> tuple[int, int]:
     return count_parameters(network), count_macs(network)
 
 
-def dry_run(config: RunConfig, folder: Path | str | None = None) -> str:
+def dry_run(job: Job) -> str:
     """Check a run and estimate its cost, as text; of ImageNet also without its images.
 
-    Args:
-        config: the run.
-        folder: the run's folder, checked if it exists; nothing is written.
-
     Raises:
-        UserError: if `train` would refuse the run.
+        UserError: if `train` would refuse the run; nothing is written.
     """
+    config = job.config
     row = DATASETS[config.data.dataset]
     if config.data.root is None and row.get("needs_root", True) and "images" in row:
         plan, _, time_here = estimate_cost(config, config.engine.threads)
@@ -188,31 +182,26 @@ def dry_run(config: RunConfig, folder: Path | str | None = None) -> str:
             f"time    {format_duration(time_here)} without reading images; with --data.root, "
             f"reading and memory are measured, too"
         )
-    recorded: list[str] = []
-    if folder is not None:
-        check_places(config, Path(folder))
-        recorded = RunFolder(folder).recorded_classes()
-    run = ResolvedRun(config, classes=recorded)
-    run.check_start()
-    reading = max(1, config.data.workers * run.world_size) / time_loading(run)
+    job.open().check_start()
+    reading = max(1, config.data.workers * job.world_size) / time_loading(job)
     with arithmetic_threads(config.engine.threads):
-        classes, macs = len(run.splits.classes), STEP_FORWARDS * run.macs
-        seconds = time_step(config, classes, macs, run.micro_batch, run.precision)
-    computing = run.world_size / seconds
+        classes, macs = len(job.splits.classes), STEP_FORWARDS * job.macs
+        seconds = time_step(config, classes, macs, job.micro_batch, job.precision)
+    computing = job.world_size / seconds
     # Without workers, reading and computing take turns.
     rate = min(reading, computing) if config.data.workers else 1 / (1 / reading + 1 / computing)
     if config.schedule.minutes is None:
-        time, images = _images(run.plan, len(run.splits.val)) / rate, float(run.plan.images)
+        time, images = _images(job.plan, len(job.splits.val)) / rate, float(job.plan.images)
     else:
         time, images = 60 * config.schedule.minutes, 60 * config.schedule.minutes * rate
-    memory = {"activations": run.activation_bytes} | run.state
+    memory = {"activations": job.activation_bytes} | job.state
     slower = "reading images" if reading < computing else "the model"
     return (
-        f"{run}\n"
+        f"{job}\n"
         f"memory  {format_bytes(sum(memory.values()))} per process: "
         f"{', '.join(f'{what} {format_bytes(count)}' for what, count in memory.items())}\n"
-        f"disk    {format_bytes(run.checkpoint_bytes)} per checkpoint\n"
-        f"time    {format_duration(time)}, {images / len(run.splits.train):.3g} passes\n"
+        f"disk    {format_bytes(job.checkpoint_bytes)} per checkpoint\n"
+        f"time    {format_duration(time)}, {images / len(job.splits.train):.3g} passes\n"
         f"speed   {reading:.4g} images/s read, {computing:.4g} trained on: {slower} is the "
         f"bottleneck"
     )

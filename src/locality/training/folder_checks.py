@@ -15,7 +15,6 @@ from typing import Any
 from locality import settings
 from locality.checkpoints.registry import detect_kind
 from locality.data.config import DataConfig
-from locality.data.folder import check_root
 from locality.data.sources import ImageFingerprint
 from locality.errors import UserError, prefix_errors, some, wrap_errors
 from locality.runs import RunFolder, is_run_folder
@@ -23,7 +22,7 @@ from locality.training.config import RunConfig, read_config
 
 
 def check_places(config: RunConfig, folder: Path) -> None:
-    """Check a run's weights, images and folder, without changing anything.
+    """Check a run's weights and folder, and that its images are in place; changes nothing.
 
     Raises:
         FileNotFoundError, UserError: if one of them cannot be used.
@@ -33,7 +32,6 @@ def check_places(config: RunConfig, folder: Path) -> None:
             detect_kind(config.weights, config.entry)
     if is_run_folder(folder):
         RunFolder(folder).check_images(config.data)
-    check_root(config.data)
     check_folder(folder, config)
 
 

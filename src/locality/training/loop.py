@@ -23,9 +23,9 @@ from locality.models import ImageClassifier
 from locality.training.config import computation_settings
 from locality.training.devices import Collectives, SignalHandler
 from locality.training.evaluation import PredictionCollector, evaluate
+from locality.training.job import Job
 from locality.training.optim import UNDECIDED, create_schedule
 from locality.training.recorder import Recorder
-from locality.training.resolved_run import ResolvedRun
 from locality.training.state import Components, TrainState
 
 # The share of a run's minutes of training after which its decay begins. What follows the last step,
@@ -61,7 +61,7 @@ class Loop:
 
     Attributes:
         fabric: devices and processes.
-        resolved: the run.
+        job: the run.
         parts: model, optimiser and so on, on their device.
         recorder: writes logs and checkpoints; `NoRecorder` on ranks other than 0.
         signals: the signals this process has received.
@@ -70,7 +70,7 @@ class Loop:
     """
 
     fabric: Fabric
-    resolved: ResolvedRun
+    job: Job
     parts: Components
     recorder: Recorder
     signals: SignalHandler
@@ -78,7 +78,7 @@ class Loop:
     started: float
 
     def __post_init__(self) -> None:
-        fabric, run = self.fabric, self.resolved
+        fabric, run = self.fabric, self.job
         self.config, self.plan, self.splits = run.config, run.plan, run.splits
         self.collectives = Collectives(fabric, self.signals)
         engine, data = self.config.engine, self.config.data
@@ -163,8 +163,8 @@ class Loop:
         rank0 = self.fabric.is_global_zero
         decay, saves = self.fabric.broadcast(self._look_at_clock() if rank0 else (None, False))
         if decay is not None:
-            self.resolved.set_decay(decay)
-            self.config, self.plan = self.resolved.config, self.resolved.plan
+            self.job.set_decay(decay)
+            self.config, self.plan = self.job.config, self.job.plan
             self.parts.schedule = create_schedule(self.parts.optimizer, self.plan)
             # An evaluation records the rate of the last step, which a new schedule resets.
             self.parts.schedule.step_update(self.state.step - 1)
@@ -212,7 +212,7 @@ class Loop:
             labels = batch.targets.to(device, non_blocking=True)
             images, targets = parts.objective.mix(images, labels)
             with self.fabric.no_backward_sync(parts.forward, enabled=not last and not is_single):
-                with self.resolved.autocast():
+                with self.job.autocast():
                     outputs = parts.forward(images)
                     loss = parts.objective.loss(outputs, targets, images)
                 total = parts.objective.batch_metrics(loss, outputs, targets) + total
@@ -286,7 +286,7 @@ class Loop:
         # Running statistics differ between processes; those of rank 0 are saved.
         self.collectives.broadcast(list(model.buffers()))
         collector = PredictionCollector(len(self.splits.val), self.fabric.device)
-        with self.resolved.autocast():
+        with self.job.autocast():
             found = evaluate(
                 model,
                 self._eval_loader,

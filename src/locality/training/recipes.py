@@ -345,9 +345,14 @@ SMALL_SIDE = 96
 """Largest image side in pixels for which `photos` uses its small-image settings."""
 
 
-def is_small(model: Any) -> bool:
-    """Whether `photos` uses its small-image settings."""
-    return max(to_2tuple(model.img_size)) <= SMALL_SIDE
+def is_small(img_size: Any) -> bool:
+    """Whether `photos` uses its settings for small images."""
+    return max(to_2tuple(img_size)) <= SMALL_SIDE
+
+
+def padding(img_size: Any) -> int:
+    """`augment.pad` of `photos` for small images, an eighth of their longer side."""
+    return max(to_2tuple(img_size)) // 8
 
 
 def photos(model: str = "cvt_photo", img_size: ImageSize | None = None) -> RunConfig:
@@ -366,13 +371,12 @@ def photos(model: str = "cvt_photo", img_size: ImageSize | None = None) -> RunCo
     Expect: depends on the images; pretrained weights (`finetune`) help more than time.
     """
     network, augment = named(model, img_size=img_size), _PHOTO_AUGMENT
-    small = is_small(network)
+    small = is_small(network.img_size)
     optim = OptimConfig("adamw", lr=1e-3, lr_batch=64, weight_decay=0.05)
     if small:
-        pad = max(to_2tuple(network.img_size)) // 8
         augment = AugmentConfig(
             crop="pad",
-            pad=pad,
+            pad=padding(network.img_size),
             hflip=0.5,
             padding="border",
             color_jitter=0.2,
@@ -412,7 +416,7 @@ def finetune(
     """
     scratch = photos(model, img_size)
     start = {"weights": weights, "model": named(model, img_size=img_size)}
-    if is_small(scratch.model):
+    if is_small(scratch.model.img_size):
         return _as(scratch, "finetune", **start)
     length = {"steps": 500, "warmup": 50, "eval_every": 50, "patience": 150}
     return _as(
@@ -452,6 +456,11 @@ CUSTOM_DATA_RECIPES = ("photos", "finetune")
 """Recipes whose remaining settings `autofit` chooses for the images and the machine."""
 
 
+def default_model(name: str) -> str:
+    """The name of a recipe's model."""
+    return inspect.signature(lookup("recipe", name, RECIPES)).parameters["model"].default
+
+
 # Arguments of recipes that other settings depend on, such as CvT's weight decay on the model.
 _CHOICES = {
     "model": "model.name",
@@ -460,6 +469,19 @@ _CHOICES = {
     "dataset": "data.dataset",
     "teacher": "objective.teacher",
 }
+
+
+def converted(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted name, as their types; those of models stay as they are.
+
+    Raises:
+        UserError: for a value of another type, or out of range.
+    """
+    types = settings_of(RunConfig)
+    return {
+        n: typed(n, x, types[n].hint) if n in types and not n.startswith("model.") else x
+        for n, x in changes.items()
+    }
 
 
 def recipe(name: str, changes: Mapping[str, Any] = {}) -> RunConfig:
@@ -472,11 +494,7 @@ def recipe(name: str, changes: Mapping[str, Any] = {}) -> RunConfig:
     Raises:
         UserError: if a name is unknown (with the nearest), or as `settings.replace`.
     """
-    function, types = lookup("recipe", name, RECIPES), settings_of(RunConfig)
-    changes = {
-        n: typed(n, x, types[n].hint) if n in types and not n.startswith("model.") else x
-        for n, x in changes.items()
-    }
+    function, changes = lookup("recipe", name, RECIPES), converted(changes)
     known = inspect.signature(function).parameters
     choices = {key: changes[at] for key, at in _CHOICES.items() if key in known and at in changes}
     config = function(**choices)

@@ -23,8 +23,8 @@ from locality.progress import SECONDS, format_duration, repeating
 from locality.runs import RunFolder
 from locality.settings import to_yaml
 from locality.training.evaluation import PredictionCollector
+from locality.training.job import Job
 from locality.training.optim import UNDECIDED
-from locality.training.resolved_run import ResolvedRun
 from locality.training.state import TrainState
 
 # One row per evaluation. metrics.csv is reproducible; timing.csv is not.
@@ -71,8 +71,7 @@ class Recorder:
     """Writes logs, metrics and checkpoints.
 
     Args:
-        folder: the run's folder.
-        run: the run.
+        job: the run.
         state: the counters with which the run starts or resumes.
         metrics: the rows of metrics.csv up to there, as CSV text.
         quiet: print nothing.
@@ -80,13 +79,13 @@ class Recorder:
 
     def __init__(
         self,
-        folder: RunFolder,
-        run: ResolvedRun,
+        job: Job,
         state: TrainState,
         metrics: str = "",
         quiet: bool = False,
     ) -> None:
-        self._run_folder, self._run, self._images = folder, run, run.images.fingerprint
+        folder = job.folder
+        self._job, self._images = job, job.images.fingerprint
         self._checkpoints = CheckpointFolder(folder.checkpoints, state.step or None)
         self._state, self._activity = state, "training"
         self._quiet, self._printed = quiet, time.monotonic()
@@ -113,13 +112,13 @@ class Recorder:
     @property
     def _folder(self) -> RunFolder:
         """The folder to write to, checked to be in place."""
-        self._run_folder.lock.check()
-        return self._run_folder
+        self._job.folder.lock.check()
+        return self._job.folder
 
     def begin_decay(self) -> None:
         """Record the length that the run now has in the folder's configuration."""
-        steps = self._run.plan.steps
-        write_atomic(self._folder.config_file, to_yaml(self._run.config))
+        steps = self._job.plan.steps
+        write_atomic(self._folder.config_file, to_yaml(self._job.config))
         self.log(
             f"step {self._state.step}: two thirds of the time have gone; the learning rate decays "
             f"until step {steps:,}"
@@ -149,7 +148,7 @@ class Recorder:
 
     def status(self) -> str:
         """The step, the running loss and accuracy, and the time left."""
-        state, total, text = self._state, self._run.plan.steps, f"{self._activity} …"
+        state, total, text = self._state, self._job.plan.steps, f"{self._activity} …"
         if self._activity == "training" and (lately := self._step_seconds[-_MEDIAN_STEPS:]):
             images, left = max(1, state.num_images), statistics.median(lately)
             text = (
@@ -166,7 +165,7 @@ class Recorder:
         Raises:
             CheckpointNotSaved: if the last checkpoint could not be written.
         """
-        self._run_folder.lock.check()
+        self._job.folder.lock.check()
         self._checkpoints.check()
         self._state = state
         self._timed_seconds += seconds
@@ -176,11 +175,11 @@ class Recorder:
     def images_per_second(self) -> float:
         """Training speed since the last evaluation."""
         seconds = self._step_seconds
-        return len(seconds) * self._run.plan.batch_size / sum(seconds) if seconds else 0.0
+        return len(seconds) * self._job.plan.batch_size / sum(seconds) if seconds else 0.0
 
     def log_evaluation(self, row: dict[str, Any], images: int, seconds: float) -> None:
         """Record an evaluation on `images` images that took `seconds`."""
-        self._run_folder.lock.check()
+        self._job.folder.lock.check()
         self._activity = "training"
         timing = {
             "step": row["step"],
@@ -192,7 +191,7 @@ class Recorder:
         self._metrics.append(row)
         self._timing.append(timing)
         train = "" if row["train_loss"] is None else f"training loss {row['train_loss']:.3f}, "
-        top5 = f"top-5 {row['top5']:.2f}%, " if len(self._run.splits.classes) > 5 else ""
+        top5 = f"top-5 {row['top5']:.2f}%, " if len(self._job.splits.classes) > 5 else ""
         # A resumed run may begin with an evaluation.
         speed = f", {timing['images_per_second']:.0f} images/s" if self._step_seconds else ""
         self.log(
@@ -208,7 +207,7 @@ class Recorder:
 
     def write_predictions(self, collector: PredictionCollector) -> None:
         """Write predictions.csv."""
-        file, splits = self._folder.predictions_file, self._run.splits
+        file, splits = self._folder.predictions_file, self._job.splits
         collector.predictions(splits.val, splits.classes).write(file)
 
     def save(self, checkpoint: Mapping[str, Any]) -> None:
@@ -232,7 +231,7 @@ class Recorder:
 
     def keep_best(self) -> None:
         """Keep the last checkpoint as the best."""
-        self._run_folder.lock.check()
+        self._job.folder.lock.check()
         self._checkpoints.keep_best()
 
     def wait_until_saved(self) -> None:
@@ -250,7 +249,7 @@ class Recorder:
             step: updates finished; 0 before the first.
             model: the evaluated model.
         """
-        if self._run.plan.snapshots(step):
+        if self._job.plan.snapshots(step):
             folder = self._folder
             folder.snapshots.mkdir(exist_ok=True)
             weights = {name: value.contiguous() for name, value in model.state_dict().items()}
@@ -260,7 +259,7 @@ class Recorder:
     def finish(self, row: dict[str, Any]) -> dict[str, Any]:
         """Write result.json and return its content; `row` evaluates the kept weights."""
         folder = self._folder
-        run, config, seconds = self._run, self._run.config, self.seconds
+        run, config, seconds = self._job, self._job.config, self.seconds
         steps = self._state.step
         result = {
             "model": config.model.name,

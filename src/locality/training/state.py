@@ -13,9 +13,9 @@ from torch.amp import GradScaler
 
 from locality.checkpoints.run_state import DamagedCheckpoint
 from locality.models import ImageClassifier
+from locality.training.job import Job
 from locality.training.objective import Objective, class_weights, load_teacher
 from locality.training.optim import create_optimizer, create_schedule
-from locality.training.resolved_run import ResolvedRun
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Components:
 
     objective_class: type[Objective] = Objective
 
-    def __init__(self, fabric: Fabric, run: ResolvedRun, model: ImageClassifier) -> None:
+    def __init__(self, fabric: Fabric, run: Job, model: ImageClassifier) -> None:
         config, engine, classes = run.config, run.config.engine, run.splits.classes
         if engine.channels_last:
             model = model.to(memory_format=torch.channels_last)

@@ -1,22 +1,26 @@
-"""A run resolved before its first step: data, plan, devices and cost, all checked."""
+"""A run that is checked and opened before its first step: data, plan, devices and cost."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from functools import cached_property, partial
+from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from locality import machine
 from locality.data import DataSplits, open_data
+from locality.data.datasets import verify
 from locality.data.sources import ImageFingerprint
 from locality.errors import UserError
 from locality.models import ImageClassifier, count_macs, count_parameters
+from locality.runs import RunFolder
 from locality.settings import replace
 from locality.training import devices
 from locality.training.config import RunConfig
+from locality.training.folder_checks import check_places
 from locality.training.model import initialize_model, meta_model, saved_activations
 from locality.training.objective import check_teacher
 from locality.training.optim import (
@@ -27,20 +31,18 @@ from locality.training.optim import (
 )
 
 
-class ResolvedRun:
-    """A checked run, with everything known before its first step.
-
-    The data are opened and the model is built on the meta device.
+class Job:
+    """A run that is checked and opened once: training, baselines and dry runs take it.
 
     Args:
         config: the run.
+        folder: its folder, which may not exist yet.
         splits: its data, if already open.
-        classes: the classes that the run has recorded, if it resumes from a checkpoint and no
-            longer needs `weights`.
+        notes: notes on the choice of its settings.
 
     Attributes:
-        config: the run.
-        splits: the data.
+        config, folder, notes: the same; `open` adds notes on unusual data, and on the start.
+        splits: the data. This and the following are known after `open`.
         plan: its length and schedule in steps.
         device_type: "cpu", "cuda" or "mps".
         processes: number of processes on this machine.
@@ -51,21 +53,34 @@ class ResolvedRun:
         macs: multiply-accumulates of one image's forward pass.
         buffers: bytes of the model's buffers.
         img_size: image size, (H, W).
-        notes: notes on unusual data, and on the start of the run.
-
-    Raises:
-        UserError: if the run cannot work as configured.
     """
 
+    splits: DataSplits
+
     def __init__(
-        self, config: RunConfig, splits: DataSplits | None = None, classes: Sequence[str] = ()
+        self,
+        config: RunConfig,
+        folder: Path | str,
+        splits: DataSplits | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
+        self.config, self.folder, self.notes = config, RunFolder(folder), [*notes]
+        self._splits = splits
+
+    def open(self) -> Job:
+        """Check the run, open its data and build its model on the meta device.
+
+        Raises:
+            FileNotFoundError, UserError: if the run cannot work as configured.
+        """
+        config = self.config
         # Check the settings before a large dataset is read.
+        check_places(config, self.folder.path)
         check_optimizer(config.optim)
         check_teacher(config.objective.teacher)
         self._model = model = meta_model(config)
-        self.config = config
-        self.splits = splits or open_data(config.data, config.seed, classes)
+        classes = self.folder.recorded_classes()
+        self.splits = self._splits or open_data(config.data, config.seed, classes)
         if not len(self.splits.val):
             raise UserError(f"dataset '{config.data.dataset}' has no images to evaluate on")
         self.plan = make_plan(config, len(self.splits.train))
@@ -74,7 +89,7 @@ class ResolvedRun:
                 f"dataset '{self.splits.name}' has {len(self.splits.classes)} class; a classifier "
                 f"needs at least two: one folder of images per class"
             )
-        self.notes = self.splits.notes()
+        self.notes += self.splits.notes()
         if self.plan.batch_size > len(self.splits.train):
             self.notes.append(
                 f"a batch of {self.plan.batch_size:,} is larger than the training set: every step "
@@ -95,6 +110,7 @@ class ResolvedRun:
         self.buffers = sum(b.numel() * b.element_size() for b in model.buffers())
         self.img_size = model.img_size
         self._resumes = bool(classes)
+        return self
 
     def set_decay(self, decay: tuple[int, int]) -> None:
         """Give a run of minutes its length: the first step of its decay, and all its steps."""
@@ -112,14 +128,19 @@ class ResolvedRun:
         return initialize_model(self.config, self.splits.classes)
 
     def check_start(self) -> None:
-        """Check memory and, for a new run, initial weights.
+        """Check memory and, for a new run, initial weights and validation images.
 
         Raises:
-            UserError: if memory is too small, or the weights do not fit the model.
+            UserError: if memory is too small, the weights do not fit the model, or images are
+                damaged.
         """
         self.check_memory()
-        if self.config.weights is not None and not self._resumes:
+        if self._resumes:
+            return
+        if self.config.weights is not None:
             _ = self.starting_model
+        if self.config.data.on_bad(training=False) == "error":
+            self.notes += filter(None, [verify(self.splits.val)])
 
     def autocast(self) -> torch.autocast:
         """torch.autocast for the run's precision."""
