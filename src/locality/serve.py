@@ -31,7 +31,6 @@ from starlette.types import ASGIApp
 from locality import __version__
 from locality.analysis.explorer import explorer_page
 from locality.checkpoints.api import Classifier
-from locality.data.config import Decoding
 from locality.data.decoding import BadImage, decode
 from locality.errors import NonFiniteLogits, UserError, printable, some, wrap_errors
 from locality.templates import render
@@ -55,16 +54,14 @@ _IMAGE = {"requestBody": {"required": True, "content": {"image/*": {}}}}
 T = TypeVar("T")
 
 
-def application(
-    classifier: Classifier, title: str = "", decoding: Decoding | None = None
-) -> FastAPI:
+def application(classifier: Classifier, title: str = "") -> FastAPI:
     """The application: page at /, endpoints /predict and /attention, reference /openapi.json.
+
+    Images are decoded as the model's, but their EXIF orientation is always applied.
 
     Args:
         classifier: the model; /attention does not support ONNX graphs.
         title: the page's title; by default the model's name.
-        decoding: how images are decoded, by default as the model's; EXIF orientation is always
-            applied.
     """
     # The docs pages of FastAPI load external scripts.
     app = FastAPI(title=classifier.name, version=__version__, docs_url=None, redoc_url=None)
@@ -77,7 +74,7 @@ def application(
         size=classifier.preprocessing.size,
         megabytes=MEGABYTES,
     )
-    settings = decoding or classifier.preprocessing.decoding
+    settings = classifier.preprocessing.decoding
     pixels = min(settings.max_pixels, _MAX_PIXELS)
     settings = replace(settings, exif=True, max_pixels=pixels)
     one = anyio.CapacityLimiter(1)  # torch already uses all cores for one image
@@ -157,7 +154,6 @@ def serve(
     port: int,
     hosts: Sequence[str] = (),
     title: str = "",
-    decoding: Decoding | None = None,
 ) -> NoReturn:
     """Print the page's URL and serve until interrupted; then end the process.
 
@@ -166,14 +162,14 @@ def serve(
         host: address to listen on; 127.0.0.1 accepts connections from this machine only.
         port: the port; 0 for any free one.
         hosts: further host names of the server, also `*.example`; "*" allows all.
-        title, decoding: see `application`.
+        title: see `application`.
 
     Raises:
         UserError: cannot listen on the address, or a host name is invalid.
     """
     addresses = [own.address for listed in psutil.net_if_addrs().values() for own in listed]
     known = ["localhost", socket.gethostname(), host, *addresses, *hosts]
-    app: ASGIApp = application(classifier, title, decoding)
+    app: ASGIApp = application(classifier, title)
     with wrap_errors("invalid name in hosts", AssertionError):
         app = TrustedHostMiddleware(app, known, www_redirect=False)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -36,7 +36,6 @@ from locality.models import ImageClassifier
 from locality.report import build_report
 from locality.runs import RunFolder
 from locality.training import evaluate_run
-from locality.training.config import read_config
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,7 +101,7 @@ class TrainedRun:
             OSError, UserError: if an image cannot be read.
         """
         checks.integer("top", top, 1)
-        decoding = read_config(self.folder).data.decoding
+        decoding = self.classifier.preprocessing.decoding
         if isinstance(images, (str, Path)):
             files = list(image_files([str(images)]))
             if len(files) != 1 or Path(images).is_dir():

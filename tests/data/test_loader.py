@@ -57,7 +57,7 @@ class Files(ImageSource):
         self.broken = set(broken)
         self.size = size
 
-    def read(self, index):
+    def read(self, index, least=None):
         if index in self.broken:
             raise BadImage("it is broken")
         rng = np.random.default_rng(index)
@@ -167,7 +167,7 @@ def test_images_are_decoded_once_where_all_fit_into_memory(augment, monkeypatch)
     reads = []
 
     class Counted(Files):
-        def read(self, index):
+        def read(self, index, least=None):
             reads.append(index)
             return super().read(index)
 

@@ -95,7 +95,8 @@ def test_fine_tuning_takes_architecture_and_preparation_from_the_weights(tmp_pat
     config = chosen("finetune", given(root) | settings)[0]
     assert config.model == tiny().model
     assert config.model.name == "convit_nano"
-    assert config.input == tiny(input__crop_mode="squash").input
+    expected = tiny(input__crop_mode="squash", input__decode="shrunk").input
+    assert config.input == expected
     # Small models train as from scratch; larger ones learn slowly.
     assert config.optim.layer_decay == 1.0
     assert named_recipe("finetune").optim.layer_decay == 0.75

@@ -83,6 +83,14 @@ def test_resuming_is_exact_whatever_is_on(changes, tmp_path, interrupt):
     assert_exact(replace(tiny(), changes), tmp_path, [1, 5], interrupt)
 
 
+@pytest.mark.parametrize("crop", ["resized", "pad"])
+def test_resuming_is_exact_on_shrunk_photographs(crop, tmp_path, class_folders, interrupt):
+    images = class_folders(tmp_path / "images", {"ant": 12, "bee": 12}, size=(70, 90))
+    data = {"data.dataset": "folder", "data.root": str(images), "data.fraction": 1.0}
+    changes = {"input.decode": "shrunk", "augment.crop": crop, "data.val_fraction": 0.25}
+    assert_exact(replace(tiny(), data | changes), tmp_path, [1, 5], interrupt)
+
+
 @pytest.fixture
 def half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """`engine.precision fp16-mixed` on a CPU.

@@ -115,8 +115,8 @@ def split_pixels(
     as_is = replace(
         preprocessing, img_size=_small_size(preprocessing), mean=(0.0,) * 3, std=(1.0,) * 3
     )
-    train, labels = _pixels(splits.train, as_is, workers, most)
-    val, targets = _pixels(splits.val, as_is, workers, most)
+    train, labels = _pixels(splits.train, as_is, workers, most, preprocessing.least)
+    val, targets = _pixels(splits.val, as_is, workers, most, preprocessing.least)
     if all((images == images[:, :1]).all() for images in (train, val)):
         train, val = train[:, :1], val[:, :1]  # grey: all channels are equal
     return train.reshape(len(train), -1), labels, val.reshape(len(val), -1), targets
@@ -233,7 +233,7 @@ def below(what: str, top1: float, baselines: Mapping[str, float], passes: float 
 
 
 def _pixels(
-    source: ImageSource, preprocessing: InputConfig, workers: int, most: int
+    source: ImageSource, preprocessing: InputConfig, workers: int, most: int, least: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Images (n, 3, H, W) of 0 … 1, and their classes (n,); at most `most`."""
     if len(source) > most:
@@ -241,7 +241,12 @@ def _pixels(
         steps = np.arange(most) * len(source) // most
         source = source.subset(source.labels.argsort(kind="stable")[steps])
     loader = eval_loader(
-        source, preprocessing, batch_size=_BATCH, on_bad_image="skip", workers=workers
+        source,
+        preprocessing,
+        batch_size=_BATCH,
+        on_bad_image="skip",
+        least=least,
+        workers=workers,
     )
     batches = list(loader)
     images, labels = ([getattr(b, part).numpy() for b in batches] for part in ("images", "targets"))

@@ -97,7 +97,9 @@ def sample_at(
         UserError: an image cannot be decoded.
     """
     transform: Any = eval_transform(preprocessing)
-    pixels = torch.stack([transform(source.read_or_raise(int(index))) for index in indices])
+    pixels = torch.stack(
+        [transform(source.read_or_raise(int(index), preprocessing.least)) for index in indices]
+    )
     shown = pixels.permute(0, 2, 3, 1).contiguous().numpy()
     labels = [classes[label] if classes else str(label) for label in source.labels[indices]]
     return Sample(normalise(pixels, preprocessing), shown, labels, classes)

@@ -85,7 +85,7 @@ def predict(arguments: Sequence[str]) -> int:
     read: list[Path] = []
     bad: list[str] = []
     probabilities: list[Tensor] = []
-    images = _read_images(files, model.config.data.decoding, read, bad)
+    images = _read_images(files, classifier.preprocessing.decoding, read, bad)
     # Read lazily, so that each large image is resized before the next is read.
     while len(batch := classifier(islice(images, _AT_ONCE))):
         probabilities += batch
@@ -325,7 +325,7 @@ def serve(arguments: Sequence[str]) -> None:
     from locality.serve import serve as start
 
     address = options.host, options.port, options.hosts or ()
-    start(given.opened, *address, options.title or "", given.config.data.decoding)
+    start(given.opened, *address, options.title or "")
 
 
 def _shown(
@@ -349,7 +349,7 @@ def _shown(
         files = [files[index] for index in round_robin_indices(labels, len(files))]
     read: list[Path] = []
     bad: list[str] = []
-    decoding = model.config.data.decoding
+    decoding = model.opened.preprocessing.decoding
     images = list(islice(_read_images(files, decoding, read, bad), count))
     if left := len(files) - len(read) - len(bad):
         say(f"{left} more images are not used; --count {len(files)} uses all")

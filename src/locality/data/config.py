@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,11 +39,14 @@ class Decoding:
         exif: apply the EXIF orientation.
         max_pixels: refuse larger images before allocating memory.
         grey_bits: as in `DataConfig`.
+        least: decode a JPEG at the smallest of its scales (1, 1/2, 1/4, 1/8) whose sides are at
+            least as long; None decodes in full.
     """
 
     exif: bool = False
     max_pixels: int = PIXEL_LIMIT
     grey_bits: int = 16
+    least: int | None = None
 
 
 DEFAULT_DECODING = Decoding()
@@ -176,6 +180,8 @@ class InputConfig:
             0.875 is 256 → 224.
         crop_mode: "center" keeps the aspect ratio and crops the centre; "squash" resizes both
             sides, ignoring the aspect ratio.
+        decode: "full" decodes images as they are; "shrunk" shrinks them while decoding until the
+            shorter side is twice the image size, and keeps them in memory.
     """
 
     img_size: checks.ImageSize | None = None
@@ -184,6 +190,7 @@ class InputConfig:
     interpolation: Interpolation = "bicubic"
     crop_pct: Annotated[float, Meta(ge=0.1, le=1)] = 0.875
     crop_mode: Literal["center", "squash"] = "center"
+    decode: Literal["full", "shrunk"] = "full"
 
     def __post_init__(self) -> None:
         check(self)
@@ -215,6 +222,15 @@ class InputConfig:
             raise UserError("the preprocessing has no image size; give img_size")
         return self.img_size if isinstance(self.img_size, tuple) else (self.img_size,) * 2
 
+    @property
+    def least(self) -> int | None:
+        """The shorter side of shrunk images, in pixels; None if they keep their size.
+
+        Twice the image size: a random area of a quarter of the image still has all its pixels.
+        """
+        side = max(self.size)
+        return max(2 * side, math.ceil(side / self.crop_pct)) if self.decode == "shrunk" else None
+
 
 @dataclass(frozen=True)
 class Preprocessing(InputConfig):
@@ -230,7 +246,7 @@ class Preprocessing(InputConfig):
     @property
     def decoding(self) -> Decoding:
         """How image files are decoded."""
-        return Decoding(exif=self.exif, grey_bits=self.grey_bits)
+        return Decoding(exif=self.exif, grey_bits=self.grey_bits, least=self.least)
 
 
 def check_rgb(what: str, channels: int, remedy: str) -> None:

@@ -279,13 +279,14 @@ def check(
     return report
 
 
-def verify(source: ImageSource) -> str:
+def verify(source: ImageSource, least: int | None = None) -> str:
     """Check that validation images can be read: all, or `MAX_DECODED` of more.
 
     Done before training, so that a damaged one is reported before the first step.
 
     Args:
         source: the images.
+        least: keep them in memory, see `ImageSource.read`.
 
     Returns:
         a summary for the header of a run; empty for images in memory.
@@ -297,7 +298,7 @@ def verify(source: ImageSource) -> str:
         return ""
     count = len(source)
     source = source.subset(np.arange(count)[:: 1 + (count - 1) // MAX_DECODED])
-    examined = [*examine(source)]
+    examined = [*examine(source, least)]
     bad = [index for index, image in enumerate(examined) if image.fault]
     if bad:
         raise UserError(

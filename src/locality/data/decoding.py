@@ -85,12 +85,26 @@ def decode(data: bytes, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
         if scans > _MAX_SCANS:
             raise BadImage(f"the image has {scans:,} scans; up to {_MAX_SCANS} are decoded")
         with _as_bad_image():
+            if decoding.least is not None:
+                image.draft(None, (decoding.least, decoding.least))
             image.load()
         if image.format == "PNG":
             _check_png(data)
         image = to_rgb(image, decoding)
     image.info[_DECODED] = True
     return image
+
+
+def image_size(data: bytes, decoding: Decoding = DEFAULT_DECODING) -> tuple[int, int]:
+    """(width, height) of the image that `decode` gives, from its header.
+
+    Raises:
+        BadImage: as `decode`, where the header shows it.
+    """
+    with _quiet():
+        image = _open_image(io.BytesIO(data), decoding)
+        turned = decoding.exif and (_orientation(image) or 1) > 4
+        return (image.height, image.width) if turned else image.size
 
 
 def _open_image(file: IO[bytes], decoding: Decoding) -> ImageFile.ImageFile:
@@ -127,6 +141,15 @@ def _check_png(data: bytes) -> None:
         if end >= len(data):
             raise BadImage("the image is damaged (its end is missing)")
         offset = end + 4
+
+
+def shrink(image: Image.Image, least: int | None) -> Image.Image:
+    """Resize an image whose shorter side is longer than `least` pixels to that; None does not."""
+    shorter = min(image.size)
+    if least is None or shorter <= least:
+        return image
+    size = (round(image.width * least / shorter), round(image.height * least / shorter))
+    return image.resize(size, Image.Resampling.BICUBIC, reducing_gap=2.0)
 
 
 def convert(image: Image.Image, mode: str) -> Image.Image:

@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from locality.data.config import AugmentConfig, InputConfig
 from locality.data.decoding import BadImage
@@ -102,6 +102,7 @@ class Batches(Dataset, ABC):
         batch_size: images per batch: of all processes in training, of this one in evaluation.
         rank, world_size: this process and the number of processes.
         on_bad: whether an image that cannot be decoded is an error or skipped.
+        least: the shorter side of shrunk images, see `InputConfig`.
     """
 
     source: ImageSource
@@ -110,6 +111,7 @@ class Batches(Dataset, ABC):
     rank: int
     world_size: int
     on_bad: OnBad
+    least: int | None
     transform: ImageTransform = field(init=False)
     _kept: dict[int, Any] = field(init=False, repr=False, default_factory=dict)
 
@@ -130,7 +132,7 @@ class Batches(Dataset, ABC):
         if (kept := self._kept.get(index)) is not None:
             return kept
         try:
-            image = self.transform.prepared(self.source.read(index))
+            image = self.transform.prepared(self.source.read(index, self.least))
             if self._keeps:
                 self._kept[index] = image
             return image
@@ -305,6 +307,8 @@ class BatchLoader:
         pin_memory: bool = False,
     ) -> None:
         end_if_importing()
+        if workers and isinstance(batches, Batches) and batches.least is not None:
+            batches.source.keep(batches.least)
         self.skipped: dict[str, str] = {}
         self._max_bad_images = max_bad_images
         self._numbers = numbers
@@ -398,7 +402,8 @@ def train_loader(
     if not len(source):
         raise UserError("no images to train on; the dataset is empty or for evaluation only")
     batches = TrainBatches(
-        source, preprocessing, batch_size, rank, world_size, on_bad_image, augment, seed, accumulate
+        *(source, preprocessing, batch_size, rank, world_size, on_bad_image, preprocessing.least),
+        *(augment, seed, accumulate),
     )
     numbers = range(start_step * accumulate, stop_step * accumulate)
     return BatchLoader(batches, numbers, persistent=False, **loading)
@@ -412,6 +417,7 @@ def eval_loader(
     rank: int = 0,
     world_size: int = 1,
     on_bad_image: OnBad = "error",
+    least: int | None = None,
     **loading: Any,
 ) -> BatchLoader:
     """The evaluation batches of one process: images rank, rank + world_size, … of the source.
@@ -421,10 +427,12 @@ def eval_loader(
 
     Args:
         batch_size: images per batch in this process.
+        least: the shorter side of shrunk images; that of the preprocessing by default.
     """
     if not len(source):
         raise UserError("no images to evaluate on")
-    batches = EvalBatches(source, preprocessing, batch_size, rank, world_size, on_bad_image)
+    least = preprocessing.least if least is None else least
+    batches = EvalBatches(source, preprocessing, batch_size, rank, world_size, on_bad_image, least)
     # Workers are started once for all the evaluations of a run.
     return BatchLoader(batches, range(len(batches)), persistent=True, **loading)
 
@@ -500,6 +508,9 @@ def _block_signals() -> Iterator[None]:
 
 def _init_worker(_: int) -> None:
     torch.set_num_threads(1)
+    info: Any = get_worker_info()
+    if isinstance(info.dataset, Batches):
+        info.dataset.source.divide(info.num_workers)
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore
     if not _CAN_BLOCK:
         return

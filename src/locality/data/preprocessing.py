@@ -21,7 +21,7 @@ from timm.data.random_erasing import RandomErasing
 from timm.data.transforms import MaybePILToTensor
 
 from locality.data.config import AugmentConfig, InputConfig
-from locality.data.decoding import convert
+from locality.data.decoding import convert, shrink
 
 # Memory of a Pillow image in RGB.
 _PIXEL_BYTES, _OBJECT_BYTES = 4, 1024
@@ -222,9 +222,12 @@ NAME_TO_OP.update({name: _posterize for name in NAME_TO_OP if name.startswith("P
 def resize_and_crop(image: Image.Image, preprocessing: InputConfig) -> Image.Image:
     """Resize an image and crop its centre, or squash it, to the preprocessing's size.
 
+    It is shrunk first, if the preprocessing says so.
+
     An image more than 16 times as long as the crop first loses its ends, which are outside the
     crop anyway. The rounding then differs by less than a pixel of the result.
     """
+    image = shrink(image, preprocessing.least)
     height, width = preprocessing.size
     rows, columns = (math.floor(side / preprocessing.crop_pct) for side in (height, width))
     filter_ = Image.Resampling[preprocessing.interpolation.upper()]

@@ -16,23 +16,25 @@ import gzip
 import hashlib
 import json
 import os
+import time
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
 from locality.data.config import DEFAULT_DECODING, Decoding
-from locality.data.decoding import BadImage, decode, read_bytes
+from locality.data.decoding import BadImage, decode, image_size, read_bytes, shrink
 from locality.errors import UserError, some, wrap_errors
 from locality.files import gunzip, in_threads, open_file
+from locality.machine import memory
 
 if TYPE_CHECKING:
     import torch
@@ -43,8 +45,16 @@ CONTENT_BYTES = 1_000_000_000
 _OPENING_BYTES = 10_000
 # Decoding images of this many bytes takes seconds.
 COMPARED_BYTES = 100_000_000
+# Of the machine's memory for shrunk images, and seconds to read them before processes start.
+_KEPT_SHARE, _FILLING = 8, 20.0
+_PIXEL_BYTES = 4  # of a Pillow image in RGB
 _DIGITS = 16  # of a digest; modification times have fewer
 _MAX_TABLE_BYTES = 1 << 28
+
+
+def kept_bytes() -> int:
+    """Memory for shrunk images: an eighth of the machine's, divided between its ranks."""
+    return memory("cpu") // _KEPT_SHARE // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 class ImageSource(ABC):
@@ -61,17 +71,67 @@ class ImageSource(ABC):
     pixels: torch.Tensor | None = None
     numbered: bool = False
     decoding: Decoding = DEFAULT_DECODING
+    _room: int
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def read(self, index: int) -> Image.Image:
+    def read(self, index: int, least: int | None = None) -> Image.Image:
         """Image `index` in RGB.
+
+        Args:
+            index: its number.
+            least: shrink it to this shorter side and keep it in memory, if there is room.
 
         Raises:
             BadImage: the image cannot be decoded.
         """
-        return decode(self.read_bytes(index), self.decoding)
+        if least is None:
+            return decode(self.read_bytes(index), self.decoding)
+        if (kept := self._kept.get((index, least))) is not None:
+            return kept
+        image = decode(self.read_bytes(index), replace(self.decoding, least=least))
+        image = shrink(image, least)
+        cost = _PIXEL_BYTES * image.width * image.height
+        if cost <= self._room:
+            self._room -= cost
+            self._kept[index, least] = image = image.copy()  # without its file
+        return image
+
+    @cached_property
+    def _kept(self) -> dict[tuple[int, int], Image.Image]:
+        self._room = kept_bytes()
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the images kept, which another process reads again."""
+        return {name: value for name, value in vars(self).items() if name != "_kept"}
+
+    def size(self, index: int) -> tuple[int, int]:
+        """(width, height) of image `index` in pixels, of which only the header is read.
+
+        Raises:
+            BadImage: it cannot be read.
+        """
+        return image_size(self.read_bytes(index), self.decoding)
+
+    def keep(self, least: int) -> None:
+        """Read images into memory that forked processes share, for at most `_FILLING` seconds."""
+        end = time.monotonic() + _FILLING
+
+        def keep(index: int) -> None:
+            if time.monotonic() < end:
+                with contextlib.suppress(BadImage):
+                    self.read(index, least)
+
+        with warnings.catch_warnings():  # decoding suppresses them, which is not thread-safe
+            for _ in in_threads(keep, range(len(self))):
+                pass
+
+    def divide(self, processes: int) -> None:
+        """Divide the room for further images between this and other processes."""
+        _ = self._kept
+        self._room //= processes
 
     def read_bytes(self, index: int) -> bytes:
         """The encoded image; empty if there is none."""
@@ -88,14 +148,14 @@ class ImageSource(ABC):
         """
         return ()
 
-    def read_or_raise(self, index: int) -> Image.Image:
+    def read_or_raise(self, index: int, least: int | None = None) -> Image.Image:
         """As `read`, but an error names the image.
 
         Raises:
             UserError: the image cannot be decoded.
         """
         with wrap_errors(f"{self.describe(index)} cannot be read", BadImage):
-            return self.read(index)
+            return self.read(index, least)
 
     def counts(self, classes: Sequence[str]) -> dict[str, int]:
         """Number of images by class."""
@@ -131,8 +191,14 @@ class Subset(ImageSource):
         if source.pixels is not None:
             self.pixels = source.pixels[indices]
 
-    def read(self, index: int) -> Image.Image:
-        return self.source.read(int(self.indices[index]))
+    def read(self, index: int, least: int | None = None) -> Image.Image:
+        return self.source.read(int(self.indices[index]), least)
+
+    def size(self, index: int) -> tuple[int, int]:
+        return self.source.size(int(self.indices[index]))
+
+    def divide(self, processes: int) -> None:
+        self.source.divide(processes)
 
     def read_bytes(self, index: int) -> bytes:
         return self.source.read_bytes(int(self.indices[index]))
@@ -169,9 +235,13 @@ class ArraySource(ImageSource):
         self.pixels = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
         self.name = name
 
-    def read(self, index: int) -> Image.Image:
+    def read(self, index: int, least: int | None = None) -> Image.Image:
         assert self.pixels is not None
         return Image.fromarray(self.pixels[index].permute(1, 2, 0).contiguous().numpy())
+
+    def size(self, index: int) -> tuple[int, int]:
+        assert self.pixels is not None
+        return self.pixels.shape[-1], self.pixels.shape[-2]
 
     def describe(self, index: int) -> str:
         return f"{self.name}[{index}]"
@@ -238,12 +308,12 @@ class Examined(NamedTuple):
     bits: tuple[int, int] | None = None
 
 
-def examine(source: ImageSource) -> Iterator[Examined]:
-    """Decode all images."""
+def examine(source: ImageSource, least: int | None = None) -> Iterator[Examined]:
+    """Decode all images, and keep them as `ImageSource.read` does if `least` is given."""
 
     def examined(index: int) -> Examined:
         try:
-            image = source.read(index)
+            image = source.read(index, least)
             bits = image.info.get("bits")
             # RGB has only the upper byte of 16-bit greys.
             data = source.read_bytes(index) if bits else f"{image.size}".encode() + image.tobytes()

@@ -111,7 +111,7 @@ def sampled_sizes(source: ImageSource) -> list[tuple[int, int]]:
     sizes = []
     for index in np.linspace(0, len(source) - 1, min(_SAMPLED_IMAGES, len(source))).astype(int):
         try:
-            sizes.append(source.read(int(index)).size)
+            sizes.append(source.size(int(index)))
         except BadImage:
             continue
     if not sizes:

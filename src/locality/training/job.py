@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from locality import machine
 from locality.data import DataSplits, open_data
 from locality.data.datasets import verify
-from locality.data.sources import ImageFingerprint
+from locality.data.sources import ImageFingerprint, kept_bytes
 from locality.errors import UserError
 from locality.models import ImageClassifier, count_macs, count_parameters
 from locality.runs import RunFolder
@@ -53,6 +53,7 @@ class Job:
         macs: multiply-accumulates of one image's forward pass.
         buffers: bytes of the model's buffers.
         img_size: image size, (H, W).
+        least: the shorter side of shrunk images, see `InputConfig`.
     """
 
     splits: DataSplits
@@ -94,6 +95,12 @@ class Job:
             self.notes.append(
                 f"a batch of {self.plan.batch_size:,} is larger than the training set: every step "
                 f"repeats some of the {len(self.splits.train):,} images"
+            )
+        self.least = config.input.at(model.img_size).least
+        if self.least is not None and self.splits.train.pixels is None:
+            self.notes.append(
+                f"images are kept in memory, shrunk to {self.least:,} pixels on the shorter side; "
+                f"at most {kept_bytes() / 1e9:.2g} GB"
             )
         with torch.device("meta"):
             model.reset_classifier(len(self.splits.classes))
@@ -140,7 +147,7 @@ class Job:
         if self.config.weights is not None:
             _ = self.starting_model
         if self.config.data.on_bad(training=False) == "error":
-            self.notes += filter(None, [verify(self.splits.val)])
+            self.notes += filter(None, [verify(self.splits.val, self.least)])
 
     def autocast(self) -> torch.autocast:
         """torch.autocast for the run's precision."""

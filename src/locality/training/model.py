@@ -38,7 +38,7 @@ def settings_from_weights(weights: str, entry: str | None = None) -> dict[str, A
     settings = {"weights": weights, **{f"model.{name}": value for name, value in model.items()}}
     if found.preprocessing is not None:
         prepared = dataclasses.asdict(found.preprocessing)
-        for other in ("img_size", "exif", "grey_bits"):  # the latter two are of the new images
+        for other in ("img_size", "exif", "grey_bits", "decode"):  # the new images have their own
             del prepared[other]
         settings |= {f"input.{name}": value for name, value in prepared.items()}
     return settings

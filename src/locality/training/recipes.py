@@ -386,7 +386,7 @@ def photos(model: str = "cvt_photo", img_size: ImageSize | None = None) -> RunCo
         recipe="photos",
         model=network if small else network.with_overrides(drop_path_rate=0.1),
         data=DataConfig("folder", exif=True, val_fraction=0.1),
-        input=InputConfig(crop_pct=1.0),
+        input=InputConfig(crop_pct=1.0, decode="shrunk"),
         augment=augment,
         optim=optim,
         schedule=ScheduleConfig(steps=2000, warmup=30, eval_every=200),
