@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import importlib.metadata
 import multiprocessing
@@ -12,11 +13,15 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from locality import __version__
+
+T = TypeVar("T")
 
 
 def processor_name() -> str:
@@ -76,6 +81,31 @@ def memory(device_type: str) -> int:
     with contextlib.suppress(OSError, ValueError):
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return total
+
+
+def limited(function: Callable[[], T], seconds: float) -> T:
+    """The value of `function`, called in a thread.
+
+    Raises:
+        TimeoutError: if it takes longer; the thread ends at its next Python instruction.
+    """
+    outcome: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    try:
+        return outcome.result(seconds)
+    except TimeoutError:
+        if thread.is_alive():
+            ending = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(*ending)
+        raise TimeoutError(f"it took longer than {seconds:.0f} s") from None
 
 
 _HERE = Path(__file__).resolve()

@@ -28,6 +28,8 @@ from locality.errors import UserError
 from locality.models import VARIANTS, build
 from locality.models.config import CvTConfig
 
+INT64, BOOL, FLOAT = (getattr(onnx.TensorProto, n) for n in ("INT64", "BOOL", "FLOAT"))
+
 # A small model of each kind, and the sizes its graph must take.
 CVT = CvTConfig(
     embed_dim=(16, 24),
@@ -131,7 +133,20 @@ def other_size(model):
     model.metadata_props[0].value = json.dumps(described)
 
 
+def endless(model):
+    """Let a loop of 2^62 rounds copy the graph's output."""
+    info, node = onnx.helper.make_tensor_value_info, onnx.helper.make_node
+    inputs = [info("i", INT64, []), info("c", BOOL, []), info("x", FLOAT, None)]
+    steps = [node("Identity", ["c"], ["c2"]), node("Identity", ["x"], ["x2"])]
+    outputs = [info("c2", BOOL, []), info("x2", FLOAT, None)]
+    body = onnx.helper.make_graph(steps, "body", inputs, outputs)
+    model.graph.initializer.append(onnx.helper.make_tensor("n", INT64, [], [2**62]))
+    model.graph.initializer.append(onnx.helper.make_tensor("yes", BOOL, [], [True]))
+    after(model, "Loop", ["n", "yes"], body=body)
+
+
 TAMPERED = {
+    "a loop": (endless, "stopped after 1 s"),
     "another size": (other_size, "dimensions"),
     "one logit": (lambda model: after(model, "ReduceSum", keepdims=1), r"shape \(1, 1\)"),
     "no description": (lambda model: model.metadata_props.pop(), "exported"),
@@ -139,13 +154,14 @@ TAMPERED = {
 
 
 @pytest.mark.parametrize("kind", TAMPERED)
-def test_a_graph_that_was_tampered_with_is_refused(kind, exported, tmp_path):
+def test_a_graph_that_was_tampered_with_is_refused(kind, exported, tmp_path, monkeypatch):
     tamper, named = TAMPERED[kind]
     if kind == "another size" and len(exported[2]) > 1:
         pytest.skip("the graph takes images of any size")
     model, path = onnx.load(exported[1]), tmp_path / "a.onnx"
     tamper(model)
     path.write_bytes(model.SerializeToString())
+    monkeypatch.setattr(graphs, "_SECONDS_PER_IMAGE", 1)
     with pytest.raises(UserError, match=named) as caught:
         open_model(path)(pictures(1))
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)

@@ -6,12 +6,14 @@ import argparse
 import os
 import pathlib
 import pickle
+import zipfile
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from locality.checkpoints import native
 from locality.checkpoints.native import ALLOWED_CLASSES, read_state
 from locality.errors import UserError
 
@@ -45,6 +47,34 @@ def test_a_malicious_pickle_is_refused_in_one_sentence_and_never_run(tmp_path, k
         read_state(trap)
     assert not victim.exists()
     assert str(trap) in str(caught.value) and "posix.system" in str(caught.value)
+
+
+def long(value: int) -> bytes:
+    digits = pickle.encode_long(value)
+    return b"\x8a" + bytes([len(digits)]) + digits
+
+
+def test_keys_of_one_hash_do_not_take_for_ever(tmp_path, monkeypatch):
+    """Inserting n of them takes n² comparisons; here about a minute."""
+    path, names = tmp_path / "weights.pth", range(1, 60_000)
+    with zipfile.ZipFile(path, "w") as file:
+        keys = b"".join(long(number * (2**61 - 1)) + b"N" for number in names)
+        file.writestr("archive/data.pkl", b"\x80\x02}(" + keys + b"u.")
+        file.writestr("archive/version", "3\n")
+    monkeypatch.setattr(native, "_LOADING_SECONDS", 0.5)
+    with pytest.raises(UserError, match="weights.pth .* longer than"):
+        read_state(path)
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2"])
+def test_numbers_of_eight_bits_are_named(tmp_path, kind):
+    dtype = getattr(torch, kind)
+    state = {"weight": torch.zeros(8, dtype=torch.uint8).view(dtype)}
+    torch.save(state, tmp_path / "weights.pth")
+    save_file(state, tmp_path / "weights.safetensors")
+    for path in tmp_path.iterdir():
+        with pytest.raises(UserError, match=f"{path.name}: weight is stored as torch.{kind}"):
+            read_state(path)
 
 
 def test_a_namespace_with_paths_beside_the_weights_is_allowed_and_it_alone(tmp_path):

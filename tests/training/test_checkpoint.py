@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +22,9 @@ from locality.checkpoints.run_state import (
     PREVIOUS,
     CheckpointFolder,
     read_checkpoint,
+    write_checkpoint,
 )
-from locality.errors import NonFiniteWeights
+from locality.errors import NonFiniteWeights, UserError
 from locality.training import CheckpointNotSaved, DamagedCheckpoint
 
 from .conftest import assert_same, assert_same_run, tiny, train
@@ -91,6 +94,53 @@ def test_with_no_whole_file_left_the_run_does_not_start_over(written):
     with pytest.raises(DamagedCheckpoint, match="new folder") as caught:
         CheckpointFolder(written).load()
     assert LAST in str(caught.value) and PREVIOUS in str(caught.value)
+
+
+def moment(state: dict[str, Any]) -> dict[str, Any]:
+    return state["optimizer"]["state"][0]
+
+
+DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "step": lambda state: state.update(step="x"),
+    "another step": lambda state: state.update(step=1),
+    "progress": lambda state: state.update(progress={"step": "x"}),
+    "counters": lambda state: state["progress"].update(num_images=None),
+    "model": lambda state: state.update(model={}),
+    "a weight": lambda state: state["model"].update(cls_token=3),
+    "its shape": lambda state: state["model"].update(cls_token=torch.zeros(2)),
+    "ema": lambda state: state.update(ema=[]),
+    "optimizer": lambda state: state.update(optimizer={}),
+    "groups": lambda state: state["optimizer"]["param_groups"].pop(),
+    "lr": lambda state: state["optimizer"]["param_groups"][0].update(lr="x"),
+    "moments": lambda state: moment(state).update({n: torch.zeros(2) for n in moment(state)}),
+    "scaler": lambda state: state.update(scaler=5),
+    "config": lambda state: state.update(config={"seed": []}),
+    "metrics": lambda state: state.update(metrics=3),
+    "data": lambda state: state.update(data=[]),
+}
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory) -> Path:
+    """A run that has ended after its checkpoint of step 2, without a result."""
+    folder = tmp_path_factory.mktemp("begun") / "run"
+    train(tiny(**{"schedule.steps": 2, "schedule.warmup": 1}), folder)
+    (folder / "result.json").unlink()
+    return folder
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_checkpoint_of_other_content_is_refused(kind, begun, tmp_path):
+    shutil.copytree(begun, tmp_path / "run")
+    path = tmp_path / "run/checkpoints" / LAST
+    content = read_checkpoint(path)
+    DAMAGES[kind](content)
+    write_checkpoint(path, content)
+    path.with_name(PREVIOUS).unlink()
+    with pytest.raises((DamagedCheckpoint, UserError)) as caught:
+        train(tiny(**{"schedule.steps": 2, "schedule.warmup": 1}), tmp_path / "run")
+    assert "checkpoint" in str(caught.value) or "config.yaml" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])

@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import pickle
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, Any, Literal
 
@@ -28,6 +30,7 @@ from locality.checkpoints.registry import FORMAT, WEIGHTS
 from locality.data.config import Preprocessing
 from locality.errors import UserError, lookup, one_line, some, wrap_errors
 from locality.files import open_file, write_atomic
+from locality.machine import limited
 from locality.models.base import ImageClassifier
 from locality.models.factory import MODELS, build
 from locality.settings import from_dict
@@ -47,6 +50,9 @@ ALLOWED_CLASSES: tuple[Any, ...] = (
 )
 """Classes that a pickle may name besides torch's tensors and containers, with their name in the
 pickle if it differs."""
+
+# Time to read a file; bytes per second of a slow network's disk.
+_LOADING_SECONDS, _SLOWEST = 15.0, 5e6
 
 
 def check_keys(state: State, expected: State, owner: str) -> None:
@@ -118,6 +124,11 @@ def read_state(
                 metadata = opened.metadata() or {}
     state = _select_state_dict(content, entry, path)
     for name, tensor in state.items():
+        if tensor.is_floating_point() and tensor.element_size() < 2:
+            raise UserError(
+                f"{path}: {name} is stored as {tensor.dtype}, whose scale is not known; convert the "
+                f"weights to float16 or float32"
+            )
         # Views may claim any number of values.
         plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
         if not plain or tensor.nbytes > tensor.untyped_storage().nbytes():
@@ -133,11 +144,13 @@ def unpickle(file: IO[bytes], path: Path | str) -> Any:
         path: its path, for messages.
 
     Raises:
-        UserError: if it is not a PyTorch file, is damaged, or would run code.
+        UserError: if it is not a PyTorch file, is damaged, would run code, or takes too long.
     """
+    seconds = _LOADING_SECONDS + os.fstat(file.fileno()).st_size / _SLOWEST
     try:
         with torch.serialization.safe_globals([*ALLOWED_CLASSES]):
-            return torch.load(file, map_location="cpu", weights_only=True)
+            load = partial(torch.load, file, map_location="cpu", weights_only=True)
+            return limited(load, seconds)  # keys of one hash would take hours
     except Exception as error:  # arbitrary input may raise anything
         what = f"is damaged, truncated or not a file of tensors: {one_line(error)}"
         if named := re.search(r"GLOBAL (\S+)", str(error)):

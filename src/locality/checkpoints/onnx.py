@@ -7,6 +7,7 @@ import importlib.util
 import json
 import logging
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.export import Dim
 from locality.checkpoints.native import Checkpoint
 from locality.checkpoints.registry import FORMAT, check_export_path
 from locality.data.config import Preprocessing
-from locality.errors import UserError, prefix_errors, require, wrap_errors
+from locality.errors import UserError, one_line, prefix_errors, require, wrap_errors
 from locality.files import parse_json, read_bytes, write_atomic
 from locality.models.base import ImageClassifier
 from locality.models.config import CvTConfig
@@ -31,6 +32,7 @@ TOLERANCE = 1e-4
 """Tolerance for an ONNX graph's logits, relative to the largest logit."""
 
 _MAX_BYTES = 2 << 30  # Protocol Buffers' own limit
+_SECONDS_PER_IMAGE = 15
 
 
 def export(
@@ -166,8 +168,20 @@ def open_graph(path: Path) -> tuple[Callable[[Tensor], Tensor], Checkpoint]:
         held = Checkpoint.from_description(parse_json(described, "its description"))
 
     def logits(images: Tensor) -> Tensor:
-        with wrap_errors(f"{path} cannot be run", Exception):
-            output = torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0])
+        import onnxruntime
+
+        options, seconds = onnxruntime.RunOptions(), _SECONDS_PER_IMAGE * len(images)
+        # A graph may contain loops; ONNX Runtime looks at this between two of its nodes.
+        timer = threading.Timer(seconds, setattr, (options, "terminate", True))
+        timer.start()
+        try:
+            answer = session.run([OUTPUT], {INPUT: images.numpy()}, options)
+            output = torch.from_numpy(answer[0])
+        except Exception as error:  # a graph may raise anything
+            late = f"; it was stopped after {seconds} s" if options.terminate else ""
+            raise UserError(f"{path} cannot be run{late}: {one_line(error)}") from error
+        finally:
+            timer.cancel()
         expected = len(images), held.config.num_classes
         if output.shape != expected:
             raise UserError(f"{path} returns shape {tuple(output.shape)} instead of {expected}")

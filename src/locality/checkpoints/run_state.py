@@ -7,7 +7,6 @@ checkpoint replaces the old one only when it is on disk; the old one is kept as 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shutil
@@ -20,15 +19,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from locality import checks
 from locality.checkpoints.native import unpickle
-from locality.errors import CheckpointNotSaved, NonFiniteWeights, RunFailed, UserError
+from locality.errors import CheckpointNotSaved, NonFiniteWeights, RunFailed, UserError, one_line
 from locality.files import atomic_file, open_file
 
 LAST = "last.ckpt"
 PREVIOUS = "previous.ckpt"
 BEST = "best.ckpt"
 
-_KEYS = {"step", "progress", "model", "optimizer", "ema", "data"}
+_SHAPE = {"step": checks.Natural, "progress": dict, "model": dict, "optimizer": dict, "data": str}
+_SHAPE |= {"ema?": dict, "config?": dict, "metrics?": str, "scaler?": dict}
 _MAGIC = "locality checkpoint 1"
 _HEADER_BYTES = len(_MAGIC) + 1 + 64 + 1 + 20 + 1
 
@@ -78,11 +79,15 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
                 f"checkpoint {path} is damaged: its content does not match its checksum"
             )
         file.seek(_HEADER_BYTES)
-        state = None
-        with contextlib.suppress(UserError):
+        try:
             state = unpickle(file, path)
-        if not isinstance(state, dict) or not state.keys() >= _KEYS:
-            raise DamagedCheckpoint(f"checkpoint {path} does not hold the state of a run")
+            checks.shaped("its state", state, _SHAPE)
+            for weights in (state["model"], state.get("ema") or {}):
+                checks.shaped("its weights", weights, dict[str, Tensor])
+        except UserError as error:
+            raise DamagedCheckpoint(
+                f"checkpoint {path} does not hold the state of a run: {one_line(error)}"
+            ) from error
         return state
 
 

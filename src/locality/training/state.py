@@ -12,6 +12,8 @@ from torch import nn
 from torch.amp import GradScaler
 
 from locality.checkpoints.run_state import DamagedCheckpoint
+from locality.checks import NotNegative, integer, typed
+from locality.errors import one_line
 from locality.models import ImageClassifier
 from locality.training.job import Job
 from locality.training.objective import Objective, class_weights, load_teacher
@@ -111,15 +113,24 @@ class Components:
             self.model.load_state_dict(state["model"])
             if self.ema is not None:
                 self.ema.module.load_state_dict(state["ema"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            moments, groups = state["optimizer"], self.optimizer.state_dict()["param_groups"]
+            # The configuration gives the other hyperparameters.
+            for group, saved in zip(groups, moments["param_groups"], strict=True):
+                group["lr"] = typed("lr", saved["lr"], NotNegative)
+            self.optimizer.load_state_dict(moments | {"param_groups": groups})
             for parameter, moments in self.optimizer.state.items():
                 for name, value in moments.items():
+                    if torch.is_tensor(value) and value.numel() not in (1, parameter.numel()):
+                        raise ValueError(f"{name} has shape {tuple(value.shape)}")
                     # Fused optimisers need the weights' memory format, which is not saved.
                     if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                         same = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
                         moments[name] = same.copy_(value)
             self.scaler.load_state_dict(state["scaler"])
-            return TrainState(**state["progress"])
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise DamagedCheckpoint(f"the checkpoint does not fit this model: {reason}") from error
+            progress = typed("progress", state["progress"], TrainState)
+            integer("progress.step", progress.step, state["step"], state["step"])
+            return progress
+        except Exception as error:  # arbitrary content may raise anything
+            raise DamagedCheckpoint(
+                f"the checkpoint does not fit this run: {one_line(error)}"
+            ) from error
