@@ -64,6 +64,13 @@ def test_a_terminal_that_is_not_utf8(monkeypatch):
     assert refused.stderr.startswith("locality: unknown command 'trian\\xe9'")
 
 
+def test_a_locale_that_is_not_utf8_is_named(tmp_path, class_folders):
+    class_folders(tmp_path / "photos", {"Füchse": 2, "cat": 2})
+    ascii_ = "LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0"
+    done = shell(f"{ascii_} {LOCALITY} data check photos", cwd=tmp_path)
+    assert done.returncode == 2 and "ascii; set PYTHONUTF8=1" in done.stderr, done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kilobytes", [500_000, 1_000_000, 2_000_000, 3_600_000])
 def test_a_small_address_space_gets_a_sentence(kilobytes, tmp_path):

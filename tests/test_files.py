@@ -1,6 +1,8 @@
 """Files: reads are bounded, and writes round-trip."""
 
+import errno
 import gzip
+import os
 import string
 import time
 
@@ -8,7 +10,15 @@ import numpy as np
 import pytest
 
 from locality.errors import UserError
-from locality.files import csv_text, gunzip, parse_yaml, read_rows, read_yaml
+from locality.files import (
+    atomic_file,
+    csv_text,
+    gunzip,
+    parse_yaml,
+    read_rows,
+    read_yaml,
+    write_atomic,
+)
 
 MERGED = "a0: &a0 {" + ", ".join(f"k{i}: 1" for i in range(10)) + "}\n"
 MERGED += "".join(f"a{i + 1}: &a{i + 1}\n  <<: [{', '.join([f'*a{i}'] * 10)}]\n" for i in range(9))
@@ -102,3 +112,31 @@ def test_a_gzip_file_inflates_to_a_limit(tmp_path):
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(UserError, match=r"t\.gz"):
         gunzip(path, "record", 1000)
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def full_in_torch(*_):
+    try:
+        full()
+    except OSError:
+        raise RuntimeError("unexpected pos") from None
+
+
+@pytest.mark.parametrize("fail", [full, full_in_torch])
+def test_a_full_disk_names_the_file(fail, tmp_path, monkeypatch):
+    with pytest.raises(OSError, match="page"), atomic_file(tmp_path / "page.html"):
+        fail()
+    assert not [*tmp_path.iterdir()]
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="page"):
+        write_atomic(tmp_path / "page.html", "x")
+    with pytest.raises(OSError, match="nowhere/page"):
+        write_atomic(tmp_path / "nowhere/page.html", "x")
+
+
+def test_an_error_of_another_file_keeps_its_name(tmp_path):
+    with pytest.raises(OSError, match="other"), atomic_file(tmp_path / "page.html"):
+        read_yaml(tmp_path / "other.yaml")

@@ -70,6 +70,11 @@ REFUSED = [
 ]
 
 
+IPV6 = socket.has_ipv6 and any(
+    own.address == "::1" for listed in psutil.net_if_addrs().values() for own in listed
+)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory, shaken):
     folder = tmp_path_factory.mktemp("serve") / "saved"
@@ -263,3 +268,14 @@ def test_the_page_in_a_browser(process, browser, tmp_path):
         page.set_input_files("#file", none)
         page.get_by_text("not an image").wait_for()
         assert page.locator("#classes tr").count() == 0 and page.locator("#maps").is_hidden()
+
+
+@pytest.mark.skipif(not IPV6, reason="this machine has no IPv6")
+def test_an_ipv6_address_can_be_opened(model):
+    words = [sys.executable, "-m", "locality", "serve", str(model), "--port", "0", "--host", "::1"]
+    with answering(words) as started:
+        assert started.address.startswith("http://[::1]:")
+        assert request(started.address, "GET", "/")[0] == 200
+        assert request(started.address, "POST", "/predict", photo())[0] == 200
+        evil = {"Host": "evil.example"}
+        assert request(started.address, "POST", "/predict", photo(), evil)[0] == 400

@@ -8,6 +8,7 @@ import errno
 import importlib.util
 import re
 import signal
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
@@ -170,6 +171,14 @@ def require(purpose: str, install: str, *modules: str) -> None:
     """Check that packages are installed; the error says what to `pip install`."""
     if missing := [name for name in modules if importlib.util.find_spec(name) is None]:
         raise UserError(f"{purpose} needs {' and '.join(missing)}: pip install '{install}'")
+
+
+def not_utf8(what: str) -> UserError:
+    """The error for a name that is not UTF-8, or not read as UTF-8."""
+    encoding = sys.getfilesystemencoding()
+    if encoding != "utf-8":
+        return UserError(f"{what} is not read as UTF-8 but as {encoding}; set PYTHONUTF8=1")
+    return UserError(f"{what} is not UTF-8; rename it")
 
 
 class OutOfMemory(RunFailed):

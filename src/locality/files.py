@@ -242,6 +242,21 @@ def _is_formula(cell: str) -> bool:
 
 
 @contextlib.contextmanager
+def naming(path: Path | str) -> Iterator[None]:
+    """Name the file in an `OSError` of the block that names none or a temporary one."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        # torch.save raises a RuntimeError for a write error.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        if str(cause.filename or ".tmp").endswith(".tmp"):
+            cause.filename = str(path)
+        raise cause from None
+
+
+@contextlib.contextmanager
 def atomic_file(path: Path | str) -> Iterator[IO[bytes]]:
     """Open a temporary binary file that becomes `path` when the block ends without an error.
 
@@ -263,7 +278,7 @@ def atomic_file(path: Path | str) -> Iterator[IO[bytes]]:
         raise UserError(f"{path} is a symlink to itself")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
-        with open(temporary, "x+b") as file:
+        with naming(path), open(temporary, "x+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

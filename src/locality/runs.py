@@ -36,6 +36,7 @@ from locality.data.config import DataConfig
 from locality.errors import RunFailed, UserError, wrap_errors
 from locality.files import (
     missing,
+    naming,
     parse_json,
     read_rows,
     read_shaped,
@@ -84,6 +85,13 @@ def run_folders(folders: Iterable[Path | str]) -> list[Path]:
         for run in inside:
             runs.setdefault(run.resolve(), run)
     return list(runs.values())
+
+
+def check_outside_runs(folder: Path) -> None:
+    """Check that a folder for runs and pages is neither a run that has begun nor inside one."""
+    for parent in (folder.absolute(), *folder.absolute().parents):
+        if is_run_folder(parent) and (parent / "classes.json").exists():
+            raise UserError(f"{parent} is the folder of a run; give one outside it with --output")
 
 
 class RunFolder:
@@ -302,9 +310,10 @@ class FolderLock:
 
     def _write(self, text: str) -> None:
         assert self._file is not None
-        self._file.truncate(0)
-        self._file.write(text)
-        self._file.flush()
+        with naming(self.path):
+            self._file.truncate(0)
+            self._file.write(text)
+            self._file.flush()
 
     def check(self) -> None:
         """Check, before writing, that the folder is still where it was locked.

@@ -168,7 +168,10 @@ def serve(
         UserError: cannot listen on the address, or a host name is invalid.
     """
     addresses = [own.address for listed in psutil.net_if_addrs().values() for own in listed]
-    known = ["localhost", socket.gethostname(), host, *addresses, *hosts]
+    # Older versions of starlette cut a name at its first colon, which leaves "[" of any IPv6
+    # address; rebinding takes a DNS name.
+    names = ["localhost", socket.gethostname(), host, *addresses, *hosts]
+    known = ["[", *(f"[{name}]" if ":" in name else name for name in names)]
     app: ASGIApp = application(classifier, title)
     with wrap_errors("invalid name in hosts", AssertionError):
         app = TrustedHostMiddleware(app, known, www_redirect=False)

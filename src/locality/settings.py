@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import yaml
 
 from locality.checks import type_hints, typed
-from locality.errors import UserError, unknown
+from locality.errors import UserError, not_utf8, unknown
 from locality.files import parse_yaml
 
 T = TypeVar("T")
@@ -113,7 +113,7 @@ def check(config: Any, prefix: str = "") -> None:
             value = typed(prefix + field.name, value, hints[field.name])
             object.__setattr__(config, field.name, value)
             if isinstance(value, str) and value != value.encode(errors="replace").decode():
-                raise UserError(f"{prefix}{field.name} is '{value}', which is not UTF-8; rename it")
+                raise not_utf8(f"{prefix}{field.name} '{value}'")
 
 
 def to_dict(config: Any) -> dict[str, Any]:

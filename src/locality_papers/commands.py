@@ -10,6 +10,7 @@ from locality.commands import Parser, first_word
 from locality.commands.train import add_run_settings
 from locality.errors import UserError, lookup, unknown
 from locality.files import read_yaml
+from locality.runs import check_outside_runs
 from locality.settings import replace
 from locality_papers.names import titles
 
@@ -85,6 +86,7 @@ def search(arguments: Sequence[str]) -> None:
         print(dry_run(config))
         return
     folder = options.output or f"runs/search/{name}-s{config.run.seed}"
+    check_outside_runs(Path(folder))
     found = Search(config, folder, options.quiet).run()
     best = ", ".join(f"{top1:.2f}% by {way}" for way, top1 in found["best"].items())
     print(f"{found['candidate']}, held-out top-1 {best}; settings in {folder}/chosen.yaml")

@@ -13,6 +13,7 @@ from locality.errors import UserError, unknown
 from locality.figures.style import figure_bytes
 from locality.files import check_output, write_atomic
 from locality.runner.runs import Outcome, Run, run_all, with_needs, workload
+from locality.runs import check_outside_runs
 from locality_papers import (  # noqa: F401 (they register)
     baselines,
     convit_attention,
@@ -109,6 +110,7 @@ def reproduce(
         Recorded(None if recorded is None else Path(recorded)),
         Path(output) / chosen.name,
     )
+    check_outside_runs(folder)
     for each in experiments:
         check_output(_page_file(folder, each), overwrite=_is_page(_page_file(folder, each), each))
     failures, ready = ({}, []) if finished else _ready(chosen, wanted, known)

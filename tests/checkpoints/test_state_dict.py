@@ -62,7 +62,7 @@ def test_keys_of_one_hash_do_not_take_for_ever(tmp_path, monkeypatch):
         file.writestr("archive/data.pkl", b"\x80\x02}(" + keys + b"u.")
         file.writestr("archive/version", "3\n")
     monkeypatch.setattr(native, "_LOADING_SECONDS", 0.5)
-    with pytest.raises(UserError, match="weights.pth .* longer than"):
+    with pytest.raises(UserError, match=r"weights\.pth .* longer than"):
         read_state(path)
 
 

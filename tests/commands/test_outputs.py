@@ -117,3 +117,23 @@ def test_the_page_of_an_experiment_is_checked_before_the_work(place, capsys):
     (place / "digits" / "convit-table-2.md").write_text("mine")
     assert wrote("reproduce convit/table-2 --output {}", place) == 2
     assert "convit-table-2.md" in capsys.readouterr().err
+
+
+MANY = {
+    "compare photos --output {}",
+    "compare photos --output {}/new",
+    "reproduce convit/table-2 --output {}",
+    "demo --output {}",
+    "search --output {}",
+    "train digits --output {}/new",
+}
+
+
+@pytest.mark.parametrize("command", sorted(MANY))
+def test_a_run_holds_no_others(command, root, capsys):
+    (root / "photos").mkdir(exist_ok=True)
+    before = sorted(root.rglob("*"))
+    assert wrote(command, root / "run") == 2
+    error = capsys.readouterr().err
+    assert f"{root / 'run'} is the folder of a run" in error and error.count("\n") == 1
+    assert sorted(root.rglob("*")) == before

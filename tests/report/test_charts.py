@@ -4,7 +4,7 @@ import pytest
 from locality.analysis.runs import baseline_pairs, group, read_runs
 from locality.analysis.statistics import Estimate, estimate, mean_curve
 from locality.figures import charts
-from locality.figures.style import figure_bytes
+from locality.figures.style import figure_bytes, inline_svg
 from locality.report import page
 
 
@@ -78,8 +78,10 @@ def test_a_loss_near_the_largest_float_is_drawn_without_a_warning():
     assert figure is not None and figure_bytes(figure, "svg")
 
 
-def test_names_are_no_mathematics():
-    names = [r"$\frac{$", "$x$ and $y$", "a_b^c"]
-    figure = charts.chart(charts.draw_confusion, np.eye(3, dtype=np.int64), names)
-    svg = figure_bytes(figure, "svg").decode()
+@pytest.mark.filterwarnings("error")
+def test_names_are_text_and_no_mathematics():
+    names = [r"$\frac{$", "$x$ and $y$", "a_b^c", "\x1b[31mred", "🦊"]
+    figure = charts.chart(charts.draw_confusion, np.eye(5, dtype=np.int64), names)
+    svg = inline_svg(figure, "confusion")
+    assert r">\x1b[31mred</text>" in svg and "🦊</text>" in svg
     assert r">$\frac{$</text>" in svg and "$y$</text>" in svg and "a_b^c</text>" in svg

@@ -126,7 +126,7 @@ def read_state(
     for name, tensor in state.items():
         if tensor.is_floating_point() and tensor.element_size() < 2:
             raise UserError(
-                f"{path}: {name} is stored as {tensor.dtype}, whose scale is not known; convert the "
+                f"{path}: {name} is stored as {tensor.dtype}, without its scale; convert the "
                 f"weights to float16 or float32"
             )
         # Views may claim any number of values.

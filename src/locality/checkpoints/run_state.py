@@ -143,14 +143,10 @@ class CheckpointFolder:
                 )
         try:
             write_checkpoint(self.path / LAST, state)
-        except (OSError, RuntimeError) as error:
-            # torch.save raises a RuntimeError for a write error.
-            cause = error if isinstance(error, OSError) else error.__context__
-            if not isinstance(cause, OSError):
-                raise
+        except OSError as error:
             raise CheckpointNotSaved(
                 f"the checkpoint of step {step} could not be written to {self.path} "
-                f"({cause.strerror or cause}); {self._kept()}. Free some space and repeat the "
+                f"({error.strerror or error}); {self._kept()}. Free some space and repeat the "
                 f"command"
             ) from error
         self.saved_step = step

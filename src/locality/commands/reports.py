@@ -14,7 +14,7 @@ from locality.errors import UserError, one_line
 from locality.files import check_output
 from locality.models.variants import PREFIX, variant
 from locality.progress import doing
-from locality.runs import run_folders
+from locality.runs import check_outside_runs, run_folders
 
 
 def report(arguments: Sequence[str]) -> int:
@@ -97,6 +97,7 @@ def compare(arguments: Sequence[str]) -> int:
     length = f"{options.steps}steps" if options.steps else f"{options.minutes or 10:g}min"
     kind = "-pretrained" if options.pretrained else ""
     folder = Path(options.output or f"runs/compare/{folder_name(options.images)}{kind}-{length}")
+    check_outside_runs(folder)
     data = images_at(options.images)
 
     with doing("starting", options.quiet):

@@ -19,7 +19,7 @@ from locality.files import missing, read_yaml
 from locality.machine import end_if_importing, is_main_process
 from locality.models.variants import PREFIX
 from locality.progress import doing
-from locality.runs import RunFolder, is_run_folder
+from locality.runs import RunFolder, check_outside_runs, is_run_folder
 from locality.settings import flatten, replace, to_dict, to_yaml
 from locality.training.config import LENGTHS, RunConfig, read_config
 from locality.training.folder_checks import check_places
@@ -367,6 +367,7 @@ def demo(arguments: Sequence[str]) -> int | None:
     from locality.runner.runs import Run, run_all
 
     root = Path(options.output)
+    check_outside_runs(root)
     models = ["convit_nano", "deit_nano", *(["cvt_nano"] if options.cvt else [])]
     length = {} if options.steps is None else {"schedule.steps": options.steps}
     runs = []

@@ -27,7 +27,7 @@ from PIL import Image
 from locality.data.config import DATASETS, DEFAULT_DECODING, DataConfig, Decoding
 from locality.data.decoding import BadImage, decode, read_bytes
 from locality.data.sources import FileSource, class_difference
-from locality.errors import UserError, printable, some, wrap_errors
+from locality.errors import UserError, not_utf8, printable, some, wrap_errors
 
 _log = logging.getLogger("locality")
 
@@ -101,7 +101,7 @@ def class_name(text: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeError:
-        raise UserError(f"{where} is not UTF-8; write it in UTF-8") from None
+        raise not_utf8(where) from None
     return unicodedata.normalize("NFC", text)
 
 

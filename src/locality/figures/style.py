@@ -6,6 +6,7 @@ import contextlib
 import html
 import io
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm, to_hex
 from matplotlib.figure import Figure
 
 from locality.analysis.pictures import DECADES
+from locality.errors import printable
 
 # Wong's palette (Nature Methods 8, 441), safe for common colour blindness. Each family has one
 # colour and one marker in all figures, so that they stay distinct in grey.
@@ -54,7 +56,9 @@ def settings() -> Iterator[None]:
 def figure_bytes(figure: Figure, form: str = "png", **options: Any) -> bytes:
     """A figure on white as PNG or SVG bytes."""
     buffer = io.BytesIO()
-    with settings():
+    with settings(), warnings.catch_warnings():
+        # Browsers have other fonts than matplotlib.
+        warnings.filterwarnings("ignore", "Glyph .* missing from")
         figure.savefig(buffer, format=form, **{"facecolor": "white", **options})
     return buffer.getvalue()
 
@@ -69,7 +73,7 @@ def inline_svg(figure: Figure, title: str) -> Markup:
     """
     prefix = re.sub(r"\W+", "-", title)
     clear: Any = {"facecolor": "none", "transparent": True, "metadata": {"Date": None}}
-    text = figure_bytes(figure, "svg", **clear).decode()
+    text = printable(figure_bytes(figure, "svg", **clear).decode(), keep="\n")
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'\bid="', f'id="{prefix}-', text)

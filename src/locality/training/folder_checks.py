@@ -17,7 +17,7 @@ from locality.checkpoints.registry import detect_kind
 from locality.data.config import DataConfig
 from locality.data.sources import ImageFingerprint
 from locality.errors import UserError, prefix_errors, some, wrap_errors
-from locality.runs import RunFolder, is_run_folder
+from locality.runs import RunFolder, check_outside_runs, is_run_folder
 from locality.training.config import RunConfig, read_config
 
 
@@ -37,6 +37,7 @@ def check_places(config: RunConfig, folder: Path) -> None:
 
 def check_folder(folder: Path, config: RunConfig) -> None:
     """Check that a folder is writable, and is free or belongs to this configuration."""
+    check_outside_runs(folder.absolute().parent)
     existing = existing_folder(folder)
     if not existing.is_dir():
         raise UserError(f"{existing} is a file; a run needs a folder")

@@ -17,7 +17,7 @@ from safetensors.torch import save
 
 from locality.checkpoints.run_state import CheckpointFolder
 from locality.errors import printable
-from locality.files import atomic_file, csv_text, number, read_rows, write_atomic
+from locality.files import atomic_file, csv_text, naming, number, read_rows, write_atomic
 from locality.models import ImageClassifier
 from locality.progress import SECONDS, format_duration, repeating
 from locality.runs import RunFolder
@@ -53,7 +53,7 @@ class Table:
     def append(self, row: Mapping[str, Any]) -> None:
         """Append a row and sync it to disk."""
         line = csv_text([[row.get(column) for column in self.columns]])
-        with open(self.path, "a", encoding="utf-8") as file:
+        with naming(self.path), open(self.path, "a", encoding="utf-8") as file:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
