@@ -1,115 +1,165 @@
 """The rule that answers each question from the recorded runs.
 
-**yes**: the effect is significantly above 0. **no**: it is significantly below 0, contradicting
-the question. **less**: no effect was found, and one as large as the paper's (or one point of
-accuracy, if the paper gives none) is excluded. **cannot tell**: everything else, and any effect
-with fewer than three seeds; "needs n seeds" is for an interval of a third of the effect or the
-paper's, "needs more images" for one that no number of seeds gives. Where a question has a
-threshold, the effect is the distance from it.
+**yes**: the effect is significantly above 0, or on the asked side of the question's threshold.
+**no**: it is significantly on the other side, contradicting the question. **less**: neither is
+shown, and an effect as large as the paper's (or one point of accuracy, if the paper gives none) is
+excluded. **cannot tell**: everything else, and any effect with fewer than three seeds; "needs n
+seeds" is for an interval of a third of the effect or the paper's, "needs more images" for one that
+no number of seeds gives.
 
 Tests are Student's t over seeds at 5%, on differences paired by seed. Holm's correction covers the
 questions of a table or figure at a scale, the papers' and our own separately: first testing for
-effects that differ from 0, then, among the rest, for effects smaller than the paper's.
+effects that differ from 0, then, among the rest, for effects smaller than the paper's. Where a
+protocol was fixed before the first run, these are all questions that it lists, with p = 1 for
+those without all of its seeds: they are "cannot tell (3 of 8 seeds)". A question that it does not
+list is marked *asked later* and is corrected apart. At older scales the questions that have runs
+are counted.
 
 On `digits` every seed divides the same images again, so that test sets share a quarter of their
 images and training sets three quarters: intervals are widened by √(1 + n/3), as Nadeau and Bengio
-(2003) derive. On `fashion` all seeds share their test images: seeds and images are two samples, and
+(2003) derive. Elsewhere all seeds share their test images: seeds and images are two samples, and
 two models are compared image by image. Where it was not recorded which images a model had right,
-its accuracies count as independent over images, which makes intervals wider: those answers are
-marked *unpaired*. Quantities computed from the models alone need no seeds.
+its accuracies count as independent over images. That makes the interval an upper bound and "less"
+and "cannot tell" likelier: these answers are marked *unpaired*, with the interval over seeds alone.
+Quantities computed from the models alone need no seeds.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from locality.analysis.statistics import Estimate, holm
-from locality.files import csv_text, write_atomic
-from locality_papers.experiment import A_POINT, Evaluated, Question, Results
+from locality.analysis.statistics import Estimate, estimate, holm
+from locality.files import csv_text, read_yaml, write_atomic
+from locality_papers.experiment import A_POINT, Evaluated, Experiment, Question, Results
 
 YES, NO, LESS, CANNOT_TELL = "yes", "no", "less", "cannot tell"
 COLUMNS = (
-    *("question", "where", "experiment", "scale", "unit", "n", "planned"),
-    *("effect", "low", "high", "p", "images", "paper", "answer", "seeds", "task"),
+    *("question", "where", "experiment", "scale", "unit", "n", "planned", "effect", "low", "high"),
+    *("threshold", "start", "over_seeds", "p", "images", "paper", "answer", "seeds", "task"),
+    "protocol",
 )
 LEAST_SEEDS = 3
+PLANNED, LATER = "planned", "asked later"
 
 Answer = dict[str, Any]
-"""A question's `COLUMNS`: `n` of the `planned` seeds, `effect` with its 95% interval and p-value of
-"it is 0", how `images` count (see `Evaluated`), the paper's effect, for "cannot tell" the `seeds`
-needed to tell, and why the `task` cannot show it."""
+"""A question's `COLUMNS`: `n` of the `planned` seeds, `effect` with its 95% interval, the
+`threshold` that it is compared with, the effect before training (`start`), the half width of an
+unpaired interval `over_seeds` alone, the p-value of "it is at the threshold", how `images` count
+(see `Evaluated`), the paper's effect, for "cannot tell" the `seeds` needed to tell, why the `task`
+cannot show it, and whether the `protocol` lists it ("" without one)."""
+
+_PROTOCOLS: dict[str, Any] = read_yaml(Path(__file__).with_name("protocol.yaml"))
+_NOTHING = Estimate(0.0, None, 0)
+
+
+class Protocol(NamedTuple):
+    """What was decided of an experiment before its first run."""
+
+    fixed: str
+    seeds: tuple[int, ...]
+    questions: tuple[str, ...]
+
+
+def protocol(of: Experiment) -> Protocol | None:
+    """The protocol of an experiment; None if it had its first run without one."""
+    scale = _PROTOCOLS.get(of.scale.name)
+    if scale is None or ("older" in scale and of.name not in scale["families"]):
+        return None
+    return Protocol(scale["fixed"], tuple(scale["seeds"]), scale["families"].get(of.name, ()))
+
+
+class _Tested(NamedTuple):
+    """An answer with the distance of its effect from the threshold, and that to test against."""
+
+    answer: Answer
+    distance: Estimate
+    exact: bool
+    bound: float | None
 
 
 def answers(results: Iterable[Results]) -> list[Answer]:
     """Answers to all measured questions, in the order of the experiments."""
     found: list[Answer] = []
-    families: dict[tuple[str, str, bool], list[tuple[Answer, Estimate, bool]]] = {}
+    families: dict[tuple[Any, ...], list[_Tested]] = {}
     for of in results:
+        plan = protocol(of.experiment)
         for question in of.experiment.questions:
             evaluated = of.effect(question.effect)
+            tested = _unanswered(of, question, evaluated, plan)
             if evaluated.estimate is not None:
-                answer = _unanswered(of, question, evaluated)
-                found.append(answer)
-                family = families.setdefault(
-                    (answer["scale"], of.experiment.name, bool(question.where)), []
-                )
-                family.append((answer, evaluated.estimate, evaluated.exact))
-    for family in families.values():
-        _answer(family)
+                found.append(tested.answer)
+            elif tested.answer["protocol"] != PLANNED:
+                continue
+            family: tuple[Any, ...] = (of.experiment.scale.name, of.experiment.name)
+            family += bool(question.where), tested.answer["protocol"]
+            if plan is not None and evaluated.exact:  # needs no correction
+                family = (question.text, *family)
+            families.setdefault(family, []).append(tested)
+    for of_family in families.values():
+        _answer(of_family)
     return found
 
 
-def _unanswered(of: Results, question: Question, evaluated: Evaluated) -> Answer:
-    estimate = evaluated.estimate
-    assert estimate is not None
+def _unanswered(
+    of: Results, question: Question, evaluated: Evaluated, plan: Protocol | None
+) -> _Tested:
+    effect, exact = evaluated.estimate or _NOTHING, evaluated.exact
     paper = of.paper(question.effect) if question.paper is None else question.paper
-    return {
+    unpaired = evaluated.images == "unpaired"
+    over_seeds = estimate([*evaluated.by_seed.values()]).half_width if unpaired else None
+    listed = plan is not None and question.text in plan.questions
+    complete = exact or plan is None or set(evaluated.by_seed) == set(plan.seeds)
+    distance = replace(effect, mean=question.side * (effect.mean - question.threshold))
+    tested = distance if complete else _NOTHING
+    answer = {
         "question": question.text,
         "where": question.where,
         "experiment": of.experiment.name,
         "scale": of.experiment.scale.name,
         "unit": question.unit,
-        "n": None if evaluated.exact else estimate.n,
-        "planned": None if evaluated.exact else evaluated.planned,
-        "effect": estimate.mean,
-        "low": estimate.low,
-        "high": estimate.high,
-        "p": p_value(estimate, 0.0, evaluated.exact),
+        "n": None if exact else effect.n,
+        "planned": None if exact else evaluated.planned if plan is None else len(plan.seeds),
+        "effect": effect.mean,
+        "low": effect.low,
+        "high": effect.high,
+        "threshold": question.threshold or None,
+        "start": None if exact or evaluated.estimate is None else of.start(question.effect),
+        "over_seeds": over_seeds,
+        "p": p_value(tested, 0.0, exact),
         "images": evaluated.images,
         "paper": None if paper is None else round(paper, 6),
         "answer": CANNOT_TELL,
         "seeds": None,
         "task": question.task,
+        "protocol": "" if plan is None or exact else PLANNED if listed else LATER,
     }
+    bound = A_POINT if question.unit == "points" else None
+    if paper is not None and (far := question.side * (paper - question.threshold)) > 0:
+        bound = round(far, 6)
+    return _Tested(answer, tested, exact, bound)
 
 
-def _answer(family: list[tuple[Answer, Estimate, bool]]) -> None:
+def _answer(family: list[_Tested]) -> None:
     """Answer the questions of a family, in place."""
-    differ = holm([answer["p"] for answer, *_ in family])
     rest = []
-    for (answer, estimate, exact), differs in zip(family, differ, strict=True):
+    for tested, differs in zip(family, holm([of.answer["p"] for of in family]), strict=True):
         if differs:
-            answer["answer"] = YES if estimate.mean > 0 else NO
-        elif (bound := _bound(answer)) is not None:
-            rest.append((answer, estimate, exact, bound))
+            tested.answer["answer"] = YES if tested.distance.mean > 0 else NO
+        elif tested.bound is not None:
+            rest.append((tested, tested.bound))
     below = holm(
-        [p_value(e, bound, exact) if e.mean < bound else 1.0 for _, e, exact, bound in rest]
+        [p_value(of.distance, b, of.exact) if of.distance.mean < b else 1.0 for of, b in rest]
     )
-    for (answer, estimate, _, bound), found in zip(rest, below, strict=True):
+    for (tested, bound), found in zip(rest, below, strict=True):
         if found:
-            answer["answer"] = LESS
-        elif estimate.half_width:
-            answer["seeds"] = seeds_needed(estimate, max(bound, abs(estimate.mean)))
-
-
-def _bound(answer: Answer) -> float | None:
-    """The effect to test against: the paper's, or one point of accuracy."""
-    if answer["paper"] is not None and answer["paper"] > 0:
-        return float(answer["paper"])
-    return A_POINT if answer["unit"] == "points" else None
+            tested.answer["answer"] = LESS
+        elif tested.distance.half_width:
+            effect = max(bound, abs(tested.distance.mean))
+            tested.answer["seeds"] = seeds_needed(tested.distance, effect)
 
 
 def seeds_needed(estimate: Estimate, effect: float) -> float:

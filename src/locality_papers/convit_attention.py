@@ -22,8 +22,8 @@ from locality_papers.convit_tables import add_taught
 from locality_papers.experiment import Experiment, Results, at, experiment, minus
 from locality_papers.measures import (
     TRAJECTORY,
-    Trajectory,
     ask_fewer,
+    at_end,
     count,
     of_layer,
     trajectory,
@@ -64,34 +64,29 @@ def figure_5(t: Experiment, s: Scale) -> None:
     for role in ("DeiT-S", "ConViT-S"):
         t.run(role, "trajectory", TRAJECTORY, role)
 
-    def number(role: str, name: str, of: Callable[[Trajectory], float]) -> Key:
-        return t.run(role, name, trajectory(name, of), role)
-
     t.panels = [
         _nonlocality(*((s.called(role), (role, "trajectory")) for role in ("DeiT-S", "ConViT-S")))
     ]
-    for text, role, name, of in (
-        ("Does DeiT become more local early in training?", "DeiT-S", "early drop",
-         lambda of: fmean(of.early_drop)),
-        ("Does DeiT's first layer stay more local than it started?", "DeiT-S", "first layer's drop",
-         lambda of: -of.growth[0]),
-        ("Does DeiT's last layer end less local than its first?", "DeiT-S", "last less first",
-         lambda of: of.nonlocality[-1, -1] - of.nonlocality[0, -1]),
+    for text, role, measure in (
+        ("Does DeiT become more local early in training?", "DeiT-S",
+         trajectory("early drop", lambda of: fmean(of.early_drop))),
+        ("Does DeiT's first layer stay more local than it started?", "DeiT-S",
+         trajectory("first layer's drop", lambda of: -of.growth[0])),
+        ("Does DeiT's last layer end less local than its first?", "DeiT-S",
+         at_end("last less first", lambda of: of.nonlocality[-1, -1] - of.nonlocality[0, -1])),
         *((f"After the early phase, does DeiT's layer {n + 1} become less local?", "DeiT-S",
-           f"late growth {n}", of_layer("late_growth", n)) for n in range(depth)),
-        ("Do ConViT's gated layers climb late in training?", "ConViT-S", "late climb",
-         lambda of: fmean(of.late_growth[:gated])),
+           trajectory(f"late growth {n}", of_layer("late_growth", n))) for n in range(depth)),
+        ("Do ConViT's gated layers climb late in training?", "ConViT-S",
+         trajectory("late climb", lambda of: fmean(of.late_growth[:gated]))),
         *((f"Does ConViT's gated layer {n + 1} leave locality?", "ConViT-S",
-           f"growth {n}", of_layer("growth", n)) for n in range(gated)),
+           trajectory(f"growth {n}", of_layer("growth", n))) for n in range(gated)),
         ("Do ConViT's first and last gated layers leave locality more than those between?",
-         "ConViT-S", "growth at the ends",
-         lambda of: (of.growth[0] + of.growth[gated - 1]) / 2 - fmean(of.growth[1 : gated - 1])),
+         "ConViT-S", trajectory("growth at the ends", lambda of: (
+             (of.growth[0] + of.growth[gated - 1]) / 2 - fmean(of.growth[1 : gated - 1])))),
     ):  # fmt: skip
-        t.ask(where, text, at(number(role, name, of)), unit="tokens")
-    ends = [
-        number(role, "end", lambda of: fmean(of.nonlocality[:gated, -1]))
-        for role in ("DeiT-S", "ConViT-S")
-    ]
+        t.ask(where, text, at(t.run(role, measure.name, measure, role)), unit="tokens")
+    end = at_end("end", lambda of: fmean(of.nonlocality[:gated, -1]))
+    ends = [t.run(role, "end", end, role) for role in ("DeiT-S", "ConViT-S")]
     t.ask(
         where, "Do ConViT's gated layers end more local than DeiT's?", minus(*ends), unit="tokens"
     )
@@ -114,26 +109,26 @@ def figure_6(t: Experiment, s: Scale) -> None:
     task = (
         "" if s.comparable else "position tells the digit; where it does not, see beyond/shuffled"
     )
-    for text, name, of, others in (
-        ("Do gates of the deeper half fall?", "fall",
-         lambda of: fmean(of.gates[-half:, 0] - of.gates[-half:, -1]),
+    for text, measure, others in (
+        ("Do gates of the deeper half fall?",
+         trajectory("fall", lambda of: fmean(of.gates[-half:, 0] - of.gates[-half:, -1])),
          {"paper": GATES_FALL, "task": task}),
-        ("Do gates of the first half fall too?", "fall of the first half",
-         lambda of: fmean(of.gates[:half, 0] - of.gates[:half, -1]), {"task": task}),
-        ("Does the deeper half end with less positional attention than the first?", "halves",
-         lambda of: fmean(of.gates[:half, -1]) - fmean(of.gates[-half:, -1]), {}),
-        ("Do gates of the first half keep positional attention (above 0.1)?", "first half",
-         lambda of: fmean(of.gates[:half, -1]) - _NEAR_0, {}),
+        ("Do gates of the first half fall too?",
+         trajectory("fall of the first half",
+                    lambda of: fmean(of.gates[:half, 0] - of.gates[:half, -1])), {"task": task}),
+        ("Does the deeper half end with less positional attention than the first?",
+         at_end("halves", lambda of: fmean(of.gates[:half, -1]) - fmean(of.gates[-half:, -1])), {}),
+        ("Do gates of the first half keep positional attention (above 0.1)?",
+         at_end("first half", lambda of: fmean(of.gates[:half, -1])), {"threshold": _NEAR_0}),
     ):  # fmt: skip
-        key = t.run(row, name, trajectory(name, of), row)
-        t.ask(where, text, at(key), unit=unit, **others)
+        t.ask(where, text, at(t.run(row, measure.name, measure, row)), unit=unit, **others)
 
 
 @experiment("convit/figure-10", "Nonlocality of DeiT-S with and without distillation")
 def figure_10(t: Experiment, s: Scale) -> None:
     """Trajectories with and without distillation."""
     t.about = "Nonlocality (Eq. 8) of each layer of DeiT."
-    end = trajectory("end", lambda of: fmean(of.nonlocality[:, -1]))
+    end = at_end("end", lambda of: fmean(of.nonlocality[:, -1]))
     for column, measure in (("trajectory", TRAJECTORY), ("end", end)):
         t.run("no", column, measure, "DeiT-S")
         add_taught(t, s, ("hard", column), measure, "DeiT-S")
@@ -167,7 +162,7 @@ def figure_13(t: Experiment, s: Scale) -> None:
 def figure_14(t: Experiment, s: Scale) -> None:
     """As Fig. 6."""
     t.about = "Gate σ(λ) of each head."
-    end = trajectory("end", lambda of: fmean(of.gates[:, -1]))
+    end = at_end("end", lambda of: fmean(of.gates[:, -1]))
     fall = trajectory("fall", lambda of: fmean(of.gates[:, 0] - of.gates[:, -1]))
     for size in ("Ti", "B"):
         role = f"ConViT-{size}"
@@ -205,7 +200,7 @@ def figure_4(t: Experiment, s: Scale) -> None:
     share = 100 * sum(each.numel() for each in position) / content.numel()
     key = t.fixed("ConViT-S", "position", share)
     text = "Are parameters of positional attention negligible (below 1% of those of content)?"
-    t.ask("§3, p. 4", text, lambda v: 1 - v[key], unit="%")
+    t.ask("§3, p. 4", text, at(key), unit="%", threshold=1.0, side=-1)
 
     def draw() -> Any:
         deit, convit = build("deit_small"), build("convit_small")
@@ -279,7 +274,7 @@ def _maps_figure(t: Experiment, s: Scale, size: str, images: Sequence[int]) -> N
 def figure_7(t: Experiment, s: Scale) -> None:
     """On one image."""
     _maps_figure(t, s, "Ti", [0])
-    diversity = trajectory("diversity", lambda of: float(of.heads[1][:, -1].std(ddof=1)))
+    diversity = at_end("diversity", lambda of: float(of.heads[1][:, -1].std(ddof=1)))
     convit, deit = (
         t.run(f"{family}-Ti", "diversity", diversity, f"{family}-Ti", seeds=s.few_seeds)
         for family in FAMILIES

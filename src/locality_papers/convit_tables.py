@@ -127,7 +127,8 @@ def table_3(t: Experiment, s: Scale) -> None:
     t.ask(
         where,
         "With all images, are frozen convolutions less than a point below attention (f, e)?",
-        lambda v: v[f, "full"] - v[e, "full"] + A_POINT,
+        minus((f, "full"), (e, "full")),
+        threshold=-A_POINT,
     )
 
 

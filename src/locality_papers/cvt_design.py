@@ -14,7 +14,7 @@ from locality.models.cvt import Projection
 from locality.models.variants import named
 from locality.training.cost import forward_macs, parameters
 from locality_papers import diagrams, published
-from locality_papers.experiment import A_POINT, STANDARD, Column, Experiment, experiment
+from locality_papers.experiment import A_POINT, STANDARD, Column, Experiment, experiment, minus
 from locality_papers.measures import TOP1, ask_fewer, count, count_role, percent_saved
 from locality_papers.runs import PAPERS_MODELS, Scale, variation
 
@@ -97,8 +97,8 @@ def figure_2(t: Experiment, s: Scale) -> None:
     t.draw = draw
 
 
-def _adds_less(more: str, less: str, column: str, v: Any) -> Any:
-    return 1 - 100 * (v[more, column] / v[less, column] - 1)
+def _added(more: str, less: str, column: str, v: Any) -> Any:
+    return 100 * (v[more, column] / v[less, column] - 1)
 
 
 def _last_attention(model: Any) -> tuple[Any, Any]:
@@ -123,7 +123,8 @@ def figure_3(t: Experiment, s: Scale) -> None:
             config = named("cvt_13", **projections[row])
             t.fixed(row, column, partial(counted, config, 1000))
         text = f"Does convolutional projection add a negligible part of {what} (below 1%)?"
-        t.ask("§3.2.2", text, partial(_adds_less, convolutional, linear, column), unit="%")
+        effect = partial(_added, convolutional, linear, column)
+        t.ask("§3.2.2", text, effect, unit="%", threshold=1.0, side=-1)
 
     def draw() -> Any:
         models = {title: build("cvt_13", **fields) for title, fields in projections.items()}
@@ -147,11 +148,8 @@ def _ablate(t: Experiment, s: Scale, models: Mapping[str, Mapping[str, Any]], *c
 
 def _ask(t: Experiment, text: str, first: str, second: str, margin: float = 0.0) -> None:
     """Is the first row above the second, or less than a margin below it?"""
-
-    def effect(v: Any) -> Any:
-        return v[first, "top1"] - v[second, "top1"] + margin
-
-    t.ask(f"§4.4, Table {t.name[-1]}", text, effect)
+    effect = minus((first, "top1"), (second, "top1"))
+    t.ask(f"§4.4, Table {t.name[-1]}", text, effect, threshold=-margin)
 
 
 @experiment("cvt/table-5", "Position embeddings")

@@ -46,7 +46,7 @@ STANDARD = {
 
 
 class Question(NamedTuple):
-    """A question whose answer is yes if its effect is above 0.
+    """A question whose answer is yes if its effect is above a threshold.
 
     Attributes:
         text: the question.
@@ -55,6 +55,8 @@ class Question(NamedTuple):
         unit: its unit.
         paper: the paper's effect; by default that of the published numbers.
         task: why small images cannot show it, if they cannot.
+        threshold: the threshold.
+        side: −1 if the answer is yes below it.
     """
 
     text: str
@@ -63,6 +65,8 @@ class Question(NamedTuple):
     unit: str = "points"
     paper: float | None = None
     task: str = ""
+    threshold: float = 0.0
+    side: int = 1
 
 
 @dataclass
@@ -273,6 +277,19 @@ class Results:
         planned = max(len(self.experiment.cells[key].runs) for key in cells.used)
         found, images = self._estimate(effect, by_seed, cells.used)
         return Evaluated(found, by_seed.to_dict(), False, images, planned, "", problems)
+
+    def start(self, effect: Effect) -> float | None:
+        """A measured effect at the end of training before the first step; None of others."""
+        ends = _At(self.experiment, self.values.columns)
+        effect(ends)
+        cells = {}
+        for key in ends.used:
+            cell = self.experiment.cells[key]
+            if cell.measure is None or cell.measure.before is None:
+                return None
+            cells[key] = replace(cell, measure=cell.measure.before)
+        starts = _At(self.experiment, Values(cells, self.recorded).columns)
+        return float(effect(starts).mean())
 
     def _estimate(
         self, effect: Effect, by_seed: pd.Series, used: Iterable[Key]

@@ -12,7 +12,7 @@ from locality.analysis.taps import content_off, position_off
 from locality_papers import maps
 from locality_papers.convit_attention import run_pictures
 from locality_papers.experiment import Column, Experiment, at, experiment, line, minus
-from locality_papers.measures import TOP1, masked_top1, of_layer, summed_rate, trajectory
+from locality_papers.measures import TOP1, at_end, masked_top1, of_layer, summed_rate, trajectory
 from locality_papers.runs import Scale
 
 FACTORS = (1.0, 10.0, 100.0)
@@ -126,7 +126,7 @@ def _shuffle(t: Experiment, s: Scale, optim: Mapping[str, Any], prefix: str = ""
             masked = masked_top1(f"{part} masked", partial(mask, layers=len(layers)))
             t.run(row, part, masked, role, **chosen)
         _add_layers(t, row, role, layers, chosen)
-        gate = trajectory("gate", lambda of: fmean(of.gates[:, -1]))
+        gate = at_end("gate", lambda of: fmean(of.gates[:, -1]))
         t.run(row, "gate", gate, role, **chosen)
 
     def ask(text: str, effect: Any, unit: str = "of attention", paper: float | None = None) -> None:

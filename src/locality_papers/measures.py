@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -95,7 +96,7 @@ TRAJECTORY = Measure(f"attention over training, {_TRAJECTORY_IMAGES} images", ta
 
 
 class Trajectory:
-    """The values of `TRAJECTORY` as arrays.
+    """The values of `TRAJECTORY` as arrays, up to the end or to the first `snapshots`.
 
     Attributes:
         nonlocality: (layers, snapshots).
@@ -106,22 +107,30 @@ class Trajectory:
         heads: nonlocality of each head, a layer (heads, snapshots) at a time.
     """
 
-    def __init__(self, found: Mapping[str, Any]) -> None:
-        gates = [each["gates"] for each in found["layers"] if each["gates"] is not None]
-        self.nonlocality = np.array([each["nonlocality"] for each in found["layers"]])
-        early = self.nonlocality[:, found["early"]]
+    def __init__(self, found: Mapping[str, Any], snapshots: int | None = None) -> None:
+        gates = [layer["gates"][:snapshots] for layer in found["layers"] if layer["gates"]]
+        self.nonlocality = np.array([layer["nonlocality"][:snapshots] for layer in found["layers"]])
+        early = self.nonlocality[:, min(found["early"], self.nonlocality.shape[1] - 1)]
         self.growth = self.nonlocality[:, -1] - self.nonlocality[:, 0]
         self.early_drop, self.late_growth = (
             self.nonlocality[:, 0] - early,
             self.nonlocality[:, -1] - early,
         )
         self.gates = np.array([[fmean(heads) for heads in layer] for layer in gates])
-        self.heads = [np.array(each["nonlocality_per_head"]).T for each in found["layers"]]
+        self.heads = [
+            np.array(layer["nonlocality_per_head"][:snapshots]).T for layer in found["layers"]
+        ]
 
 
 def trajectory(name: str, number: Callable[[Trajectory], float]) -> Measure:
     """A number computed from a run's trajectory."""
     return TRAJECTORY.then(name, lambda found: float(number(Trajectory(found))))
+
+
+def at_end(name: str, number: Callable[[Trajectory], float]) -> Measure:
+    """A number computed from the end of a run's trajectory, and the same of its start."""
+    before = TRAJECTORY.then(name, lambda found: float(number(Trajectory(found, 1))))
+    return replace(trajectory(name, number), before=before)
 
 
 def of_layer(name: str, n: int, *at: int) -> Callable[[Trajectory], float]:

@@ -58,7 +58,10 @@ def write_all(root: Path) -> None:
                 parts.append(part)
         if parts:
             pages[name] = {part.experiment.scale.name: part.picture for part in parts}
-            _write(root / "docs" / "results" / f"{name.replace('/', '-')}.md", page(parts))
+            _write(
+                root / "docs" / "results" / f"{name.replace('/', '-')}.md",
+                page(parts, "../../src/locality_papers"),
+            )
     _write(root / "docs" / "findings.md", findings(every, found, pages))
     readme = root / "README.md"
     table = headlines(found)

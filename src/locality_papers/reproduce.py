@@ -23,7 +23,7 @@ from locality_papers import (  # noqa: F401 (they register)
     cvt_design,
     gates,
 )
-from locality_papers.answers import answers
+from locality_papers.answers import answers, protocol
 from locality_papers.experiment import REGISTRY, Experiment, Results, built
 from locality_papers.names import papers_order
 from locality_papers.panels import draw, filled
@@ -117,6 +117,9 @@ def reproduce(
     if not (quiet or finished):
         print(about, flush=True)
         print(workload(ready, jobs, threads))
+        plans = {plan.seeds for each in experiments if (plan := protocol(each))}
+        if plans - {tuple(chosen.seeds)}:
+            print(f"the protocol of {chosen.name} plans other seeds: answers will be cannot tell")
         if failures:
             print(f"{len(failures)} runs cannot start: {next(iter(failures.values()))}")
     done = _measure_when_done(experiments, known)

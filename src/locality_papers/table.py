@@ -140,6 +140,7 @@ class Measure:
         take: run → value, kept in the run's folder and record.
         needs: a kept measure that `read` reads.
         accuracy: whether it is an accuracy in per cent of the validation images.
+        before: the same before the first step, if it is known.
     """
 
     name: str
@@ -147,6 +148,7 @@ class Measure:
     take: Callable[[Run], Any] | None = field(default=None, compare=False)
     needs: Measure | None = None
     accuracy: bool = False
+    before: Measure | None = None
 
     def __call__(self, run: Run, record: Record) -> Any:
         """The value: read, kept, or taken now."""

@@ -10,7 +10,7 @@ from typing import Any
 from locality.errors import some
 from locality.files import csv_text
 from locality.templates import render
-from locality_papers.answers import CANNOT_TELL, YES, Answer
+from locality_papers.answers import CANNOT_TELL, LATER, LESS, YES, Answer, protocol
 from locality_papers.experiment import Column, Evaluated, Results, at
 from locality_papers.table import NOT_RUN
 
@@ -31,6 +31,7 @@ class Part:
     ) -> None:
         of = self.experiment = results.experiment
         self.results, self.picture = results, picture
+        self.protocol = protocol(of)
         self.notes: dict[str, int] = {}
         here = (of.name, of.scale.name)
         self.answers = [each for each in found if (each["experiment"], each["scale"]) == here]
@@ -163,10 +164,11 @@ def _split(
         yield [headings[0], *headings[columns]], [[line[0], *line[columns]] for line in lines]
 
 
-def page(parts: Sequence[Part]) -> str:
-    """One experiment as Markdown, with a section for each scale."""
+def page(parts: Sequence[Part], sources: str = "") -> str:
+    """One experiment as Markdown, with a section for each scale; `sources`: where code lies."""
     first = parts[0].experiment
-    return rendered("experiment.md", name=first.name, title=first.title, parts=parts)
+    link = f"[protocol]({sources}/protocol.yaml)" if sources else "`locality_papers/protocol.yaml`"
+    return rendered("experiment.md", name=first.name, title=first.title, parts=parts, link=link)
 
 
 def to_csv(results: Results) -> str:
@@ -206,16 +208,22 @@ def said(answer: Answer, brief: bool = False) -> str:
     if answer["low"] is not None:
         interval = f" ({_rounded(answer, 'low')} to {_rounded(answer, 'high')})"
     unit = "" if brief or answer["unit"] == "points" else f" {answer['unit']}".rstrip()
-    more = ""
-    if answer["answer"] == CANNOT_TELL and answer["seeds"] and not brief:
+    n, planned, more = answer["n"], answer["planned"], ""
+    seeds = f"{n} of {planned} seeds" if planned and n != planned else ""
+    if answer["answer"] == CANNOT_TELL and answer["protocol"] and seeds:
+        more, seeds = f" ({seeds})", ""
+    elif answer["answer"] == CANNOT_TELL and answer["seeds"] and not brief:
         enough = math.isfinite(answer["seeds"])
         more = f" (needs {answer['seeds']} seeds)" if enough else " (needs more images)"
-    text = f"{answer['answer']}{more}, {effect}{unit}{interval}"
+    elif answer["answer"] == LESS and answer["high"] < 0:
+        more = " (opposite sign)"
+    texts = [f"{answer['answer']}{more}", f"{effect}{unit}{interval}", seeds]
+    if answer["start"] is not None:
+        texts.append(f"before training {_rounded(answer, 'start')}")
     if answer["images"] == "unpaired" and not brief:
-        text += ", unpaired"
-    if answer["planned"] and answer["n"] < answer["planned"]:
-        text += f", {answer['n']} of {answer['planned']} seeds"
-    return text
+        alone = "" if answer["over_seeds"] is None else f" (over seeds ±{answer['over_seeds']:.2g})"
+        texts.append(f"unpaired{alone}")
+    return ", ".join(filter(None, [*texts, answer["protocol"] == LATER and LATER]))
 
 
 def papers(answer: Answer) -> str:
