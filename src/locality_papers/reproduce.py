@@ -130,8 +130,10 @@ def reproduce(
     for of in results:
         write_results(of, folder)
     if recorded is not None:
-        records = (known.find(run) for run in wanted if run.is_finished())
-        write_records(Path(recorded), [record for record in records if record is not None])
+        ended = [run for run in wanted if run.is_finished()]
+        new = [record for run in ended if (record := known.find(run))]
+        old = [record for run in ended if (record := known.in_file(run))]
+        write_records(Path(recorded), new, old)
     if not quiet:
         for each in experiments if len(experiments) > 1 else ():
             print(f"{each.name:28} {each.title}")

@@ -80,12 +80,13 @@ def read_records(path: Path) -> list[Record]:
     return records
 
 
-def write_records(path: Path, records: Iterable[Record]) -> None:
+def write_records(path: Path, records: Iterable[Record], replaced: Iterable[Record] = ()) -> None:
     """Add records to a file, in place of those of the same runs; the same give the same file."""
     old = read_records(path) if path.exists() else []
-    by_config = {
-        json.dumps(record["config"], sort_keys=True): record for record in (*old, *records)
-    }
+    by_config = {json.dumps(of["config"], sort_keys=True): of for of in old}
+    for record in replaced:
+        by_config.pop(json.dumps(record["config"], sort_keys=True), None)
+    by_config |= {json.dumps(of["config"], sort_keys=True): of for of in records}
     lines = "".join(f"{json.dumps(by_config[key], sort_keys=True)}\n" for key in sorted(by_config))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, gzip.compress(lines.encode(), mtime=0))
@@ -111,10 +112,11 @@ class Recorded:
         if self._known.get(run.folder) is None and run.folder.exists() and run.is_finished():
             self._known[run.folder] = read_folder(run.folder)
         elif run.folder not in self._known:
-            self._known[run.folder] = self._in_file(run)
+            self._known[run.folder] = self.in_file(run)
         return self._known[run.folder]
 
-    def _in_file(self, run: Run) -> Record | None:
+    def in_file(self, run: Run) -> Record | None:
+        """The record of a run in the file."""
         wanted = settings_by_name(run.config)
         # A setting that a recorded run did not know has its default.
         defaults = {name: of.default for name, of in settings_of(run.config).items()}

@@ -67,6 +67,15 @@ def test_a_record_has_what_tables_need(trained, tmp_path):
     assert file.read_bytes() == written and len(read_records(file)) == 1
     away = replace(trained, folder=tmp_path / "away")
     assert Recorded(file).find(away) == record
+    # Trained again, in place of a record from before a setting was known.
+    older = record | {"config": dict(record["config"])}
+    del older["config"]["optim.layer_decay"], older["right"]
+    file.unlink()
+    write_records(file, [older])
+    (old,) = read_records(file)
+    assert Recorded(file).in_file(away) == old
+    write_records(file, [record], [old])
+    assert file.read_bytes() == written
     for content in (b"no runs", written[:-9], gzip.compress(b"{}"), gzip.compress(b"[1")):
         file.write_bytes(content)
         with pytest.raises(UserError, match=r"x\.jsonl\.gz"):
