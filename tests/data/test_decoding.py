@@ -215,13 +215,70 @@ def test_odd_exif_fields_change_nothing(odd):
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", "BMP"])
-@pytest.mark.parametrize("share", [0.3, 0.9])
+KINDS = [kind for kind in ("JPEG2000", "AVIF") if kind in Image.SAVE]
+KINDS += ["JPEG", "MPO", "PNG", "WEBP", "TIFF", "GIF", "BMP", "PPM"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("share", [0.01, 0.3, 0.5, 0.9, 0.99])
 def test_truncated(kind, share):
     data = encoded(NOISE, kind)
     decode(data)
-    with pytest.raises(BadImage):
-        decode(data[: int(len(data) * share)])
+    for least in (None, 8):
+        with pytest.raises(BadImage):
+            decode(data[: int(len(data) * share)], Decoding(least=least))
+
+
+def taller(data):
+    """A PNG or JPEG file whose header promises a hundred rows more than it has."""
+    if data.startswith(b"\x89PNG"):
+        header = data[12:20] + struct.pack(">I", 164) + data[24:29]
+        return data[:12] + header + struct.pack(">I", zlib.crc32(header)) + data[33:]
+    place = next(data.index(start) for start in (b"\xff\xc0", b"\xff\xc2") if start in data)
+    return data[: place + 5] + struct.pack(">H", 164) + data[place + 7 :]
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("PNG", {}), ("JPEG", {}), ("JPEG", {"progressive": True}), ("JPEG", {"subsampling": 0})],
+)
+def test_missing_rows_are_not_filled(kind, options, mode):
+    whole = encoded(NOISE.convert(mode), kind, **options)
+    for least in (None, 8):
+        with pytest.raises(BadImage, match="is damaged"):
+            decode(taller(whole), Decoding(least=least))
+    for colour in (0, 255):  # what missing rows would be filled with
+        flat = NOISE.convert(mode)
+        flat.paste((colour,) * len(mode), (0, 20, 64, 64))
+        decode(encoded(flat, kind, **options))
+    if kind == "JPEG" and not options:
+        with pytest.raises(BadImage, match="is damaged"):
+            decode(whole[: len(whole) // 2] + b"\xff\xd9")
+        decode(whole + b"a trailer \xff\xd9")
+
+
+@pytest.mark.parametrize("size", [(1, 1), (2, 5), (9, 4), (17, 8)])
+@pytest.mark.parametrize(("bits", "colour"), [(1, 0), (4, 3), (8, 2), (8, 4), (16, 6)])
+def test_an_interlaced_png_is_complete_or_refused(size, bits, colour):
+    (width, height), channels = size, {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[colour]
+    rows = [  # Adam7
+        bytes(1 - (-(-((x - width) // dx) * bits * channels) // 8))
+        for x, y, dx, dy in (
+            *((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4)),
+            *((0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)),
+        )
+        for _ in range(y, height if x < width else 0, dy)
+    ]
+    palette = chunk(b"PLTE", bytes(48)) if colour == 3 else b""
+    for count in (len(rows), len(rows) - 1):
+        data = [row[1:] for row in rows[:count]]
+        content = png(width, height, bits, colour, data, palette, interlaced=1)
+        if count == len(rows):
+            decode(content)
+        else:
+            with pytest.raises(BadImage, match="is damaged"):
+                decode(content)
 
 
 def test_a_flipped_bit_in_the_middle():

@@ -19,6 +19,8 @@ import errno
 import importlib
 import io
 import os
+import re
+import struct
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -89,7 +91,9 @@ def decode(data: bytes, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
                 image.draft(None, (decoding.least, decoding.least))
             image.load()
         if image.format == "PNG":
-            _check_png(data)
+            _check_png(data, image)
+        elif image.format in ("JPEG", "MPO"):
+            _check_jpeg(data, image, decoding)
         image = to_rgb(image, decoding)
     image.info[_DECODED] = True
     return image
@@ -130,9 +134,13 @@ def _open_image(file: IO[bytes], decoding: Decoding) -> ImageFile.ImageFile:
     return image
 
 
-def _check_png(data: bytes) -> None:
-    """Refuse wrong checksums and a missing end, which Pillow accepts."""
-    offset, chunk = 8, b""
+def _check_png(data: bytes, image: Image.Image) -> None:
+    """Refuse wrong checksums and a missing end or rows, which Pillow accepts."""
+    offset, chunk, pixels, count = 8, b"", zlib.decompressobj(), 0
+    # Pillow fills missing rows with zeros. An interlaced image ends with its last odd row.
+    bottom = range(max(0, image.height - 2), image.height)
+    rows = [image.crop((0, row, image.width, row + 1)) for row in bottom]
+    filled = any(row.getbbox(alpha_only=False) is None for row in rows)
     while chunk != b"IEND":
         size = int.from_bytes(data[offset : offset + 4], "big")
         chunk, end = data[offset + 4 : offset + 8], offset + 8 + size
@@ -140,7 +148,59 @@ def _check_png(data: bytes) -> None:
             raise BadImage("the image is damaged (a checksum in it is wrong)")
         if end >= len(data):
             raise BadImage("the image is damaged (its end is missing)")
+        if filled and chunk == b"IDAT":
+            count += len(pixels.decompress(data[offset + 8 : end]))
         offset = end + 4
+    if filled and count < _png_bytes(data):
+        raise _rows_missing()
+
+
+def _png_bytes(data: bytes) -> int:
+    """The bytes of all rows of a PNG, each with that of its filter."""
+    width, height, depth, colour, *_, interlaced = struct.unpack(">IIBBBBB", data[16:29])
+    bits = depth * {2: 3, 4: 2, 6: 4}.get(colour, 1)
+    # Adam7: the first column and row of each pass, and the steps.
+    passes = [(0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4)]
+    passes = [*passes, (1, 0, 2, 2), (0, 1, 1, 2)] if interlaced else [(0, 0, 1, 1)]
+    sides = [(-((x - width) // dx), -((y - height) // dy)) for x, y, dx, dy in passes]
+    return sum(rows * (1 - (-columns * bits // 8)) for columns, rows in sides if columns > 0)
+
+
+_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
+
+
+def _check_jpeg(data: bytes, image: Image.Image, decoding: Decoding) -> None:
+    """Refuse a JPEG that ends before its last row: libjpeg repeats one colour.
+
+    A file whose last pixels are of one colour is decoded again with more bytes before its end,
+    which change nothing if the pixels are complete.
+    """
+    width, height = image.size
+    last = image.crop((width - max(2, width // 50), height - 1, width, height))
+    if len(last.getcolors() or "many") > 1:
+        return
+    place = 2
+    while (marker := _MARKER.search(data, place)) and marker[0] != b"\xff\xd9":
+        place = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2])
+    end = marker.start() if marker else len(data)
+    longer = data[:end] + bytes(range(64, 192)) + b"\xff\xd9"
+    # The last scans of a progressive image are details, which a small scale does not show.
+    least = None if image.info.get("progressive") else decoding.least
+    with contextlib.suppress(OSError):
+        if _jpeg_pixels(data, least) == _jpeg_pixels(longer, least):
+            return
+    raise _rows_missing()
+
+
+def _jpeg_pixels(data: bytes, least: int | None) -> bytes:
+    image = Image.open(io.BytesIO(data))
+    if least is not None:
+        image.draft(None, (least, least))
+    return image.tobytes()
+
+
+def _rows_missing() -> BadImage:
+    return BadImage("the image is damaged (its last rows are missing)")
 
 
 def shrink(image: Image.Image, least: int | None) -> Image.Image:
