@@ -205,7 +205,5 @@ def test_every_number_of_the_readme_has_a_source():
 
 
 def test_the_page_on_weights_lists_all():
-    listed = re.findall(
-        r"`(\w+\.\w+)`", (ROOT / "docs/weights.md").read_text().partition("None was")[0]
-    )
-    assert listed == list(SOURCES)
+    text = (ROOT / "docs/weights.md").read_text().partition("None of these was")[0]
+    assert set(re.findall(r"`(\w+\.\w+)`", text)) == set(SOURCES)

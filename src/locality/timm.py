@@ -88,7 +88,8 @@ def _cfg(row: Variant, source: Source | None = None) -> dict[str, Any]:
     if hierarchical:
         cfg["min_input_size"] = (config.in_chans, config.minimum_size, config.minimum_size)
     if source is not None:
-        cfg |= {"hf_hub_id": source.repo, "license": source.licence}
+        where = {"file": str(source.file)} if source.file else {"hf_hub_id": source.repo}
+        cfg |= where | {"license": source.licence}
     return cfg
 
 

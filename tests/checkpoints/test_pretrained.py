@@ -12,7 +12,9 @@ import torch
 from locality.checkpoints import (
     SOURCES,
     Preprocessing,
+    convert,
     create_model,
+    load,
     load_weights,
     loading,
     open_model,
@@ -35,7 +37,7 @@ def weights(tmp_path, randomise) -> tuple[Path, torch.nn.Module]:
 def test_every_source_names_a_model_and_a_tag():
     for row in SOURCES.values():
         assert row.model in VARIANTS and row.name.partition(".")[2]
-        assert 70 < row.top1 < 90
+        assert (70 if row.repo else 1) < row.top1 < 90
         # The model can be built at that size.
         with torch.device("meta"):
             assert create_model(row.name).img_size == row.preprocessing.size
@@ -63,6 +65,44 @@ def test_a_models_name_means_its_first_weights_and_unknown_ones_the_nearest(weig
         create_model(NANO, pretrained=True, weights=weights[0])
     with pytest.raises(FileNotFoundError, match=r"nowhere\.pth"):
         create_model(NANO, weights="nowhere.pth")
+
+
+@pytest.mark.parametrize("name", [name for name, row in SOURCES.items() if row.file])
+def test_weights_of_this_package_need_no_network(name):
+    """They are in half precision and have their classes, preprocessing and a card."""
+    row = SOURCES[name]
+    opened = open_model(name)
+    assert opened.preprocessing == row.preprocessing
+    assert opened.classes is not None and len(opened.classes) == opened.num_classes
+    assert row.file is not None and row.file.with_suffix(".md").exists()
+    model = create_model(row.model, pretrained=True)
+    assert model.num_classes == opened.num_classes
+    images = torch.rand(2, 3, *model.img_size)
+    torch.testing.assert_close(model.eval()(images), opened.logits(images))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_weights_of_this_package_are_small():
+    """8 MB in all, so that the wheel stays small."""
+    files = [row.file for row in SOURCES.values() if row.file]
+    assert sum(file.stat().st_size for file in files) <= 8e6
+
+
+def test_half_precision_is_half_the_file_and_reads_as_fp32(weights, tmp_path):
+    folder, model = weights
+    convert(folder, tmp_path / "full.safetensors")
+    convert(folder, tmp_path / "half.safetensors", half=True)
+    full, half = ((tmp_path / f"{name}.safetensors").stat().st_size for name in ("full", "half"))
+    assert half < 0.6 * full
+    read = load(tmp_path / "half.safetensors")
+    for ours, theirs in zip(read.parameters(), model.parameters(), strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    next(model.parameters()).data.fill_(1e6)
+    broken = save(model, tmp_path / "broken")
+    with pytest.raises(UserError, match="infinity"):
+        convert(broken, tmp_path / "half.safetensors", half=True, overwrite=True)
+    assert (tmp_path / "half.safetensors").stat().st_size == half
 
 
 # Finding the file.

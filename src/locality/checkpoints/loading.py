@@ -184,6 +184,8 @@ def _open_run(what: str, _: object) -> Opened:
 
 def _open_public(what: str, _: object) -> Opened:
     row = registry.source(what)
+    if row.file is not None:
+        return _open_path(str(row.file), None)
     config = named(row.model, img_size=row.preprocessing.img_size)
     page = f"https://huggingface.co/{row.repo}"
     advice = f"fetch {WEIGHTS} from {page} and give its path as weights"
@@ -368,6 +370,7 @@ def convert(
     entry: str | None = None,
     overwrite: bool = False,
     settings: Mapping[str, Any] | None = None,
+    half: bool = False,
 ) -> str:
     """Read a model from any source and write it in the format `to`.
 
@@ -380,6 +383,7 @@ def convert(
         entry: the state dict to read, if the checkpoint has several.
         overwrite: replace an existing `target`.
         settings: fields of the model's configuration that override those of the source.
+        half: write fp16, half the size; reading gives fp32 again.
 
     Returns:
         a summary.
@@ -392,6 +396,13 @@ def convert(
     target = Path(target)
     registry.check_target(target, to, overwrite)
     checkpoint = read(source, model, entry, settings)
+    if half:
+        state = {
+            name: tensor.half() if tensor.is_floating_point() else tensor
+            for name, tensor in checkpoint.state.items()
+        }
+        check_finite(state)
+        checkpoint = replace(checkpoint, state=state)
     notes = ""
     if to != FORMAT:
         state = contiguous_copies(KEY_MAPS[to].from_native(checkpoint.state, checkpoint.config))

@@ -1,6 +1,7 @@
-"""The registry of public weights, and the accepted kinds of names and files. Without torch.
+"""The registry of pretrained weights, and the accepted kinds of names and files. Without torch.
 
-Each row has the repository, preprocessing and accuracy of public weights. Their name is the model,
+Each row has the source, preprocessing and accuracy of weights: public ones are in a repository on
+the hub, our own in this package (`locality/weights`), with a card each. Their name is the model,
 a dot, and a tag for who trained it on what: `convit_tiny.fb_in1k`. The first tag of a model is
 loaded by `create_model(model, pretrained=True)`.
 """
@@ -35,28 +36,35 @@ WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 KEY_MAP_NAMES = (FORMAT, "timm", "microsoft", "transformers")
 """The formats that `convert` writes, the keys of `KEY_MAPS`."""
 
+_PACKAGED = Path(__file__).parent.parent / "weights"
+
 Kind = Literal["graph", "run", "path", "public", "timm", "hub"]
 
 
 @dataclass(frozen=True)
 class Source:
-    """One public checkpoint.
+    """One pretrained checkpoint.
 
     Attributes:
         name: the name for `create_model`.
-        repo: repository on the Hugging Face hub.
-        licence: licence declared by the repository.
         preprocessing: preprocessing for evaluation.
-        top1: published ImageNet-1k top-1 in per cent.
+        top1: top-1 in per cent, of ImageNet-1k unless `published` says otherwise.
         published: source of that number.
+        repo: repository on the Hugging Face hub; none of weights in this package.
+        licence: licence declared by the repository.
     """
 
     name: str
-    repo: str
     preprocessing: Preprocessing
     top1: float
     published: str
+    repo: str = ""
     licence: str = "apache-2.0"
+
+    @property
+    def file(self) -> Path | None:
+        """The file of weights in this package."""
+        return None if self.repo else _PACKAGED / f"{self.name}.safetensors"
 
     @property
     def model(self) -> str:

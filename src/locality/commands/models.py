@@ -61,7 +61,7 @@ def _pretrained(options: Any) -> list[dict[str, object]]:
             "image": SOURCES[name].preprocessing.size[0],
             "top-1": SOURCES[name].top1,
             "licence": SOURCES[name].licence,
-            "on the hub": SOURCES[name].repo,
+            "on the hub": SOURCES[name].repo or "in this package",
         }
         for name in matching(SOURCES, options.filter)
         if options.family in (None, variant(SOURCES[name].model).family)
@@ -76,12 +76,13 @@ def convert(arguments: Sequence[str]) -> None:
     parser.add_model("source")
     parser.add_argument("target", help="folder, or a file ending in .safetensors or .pth")
     parser.add("--to", "locality", f"one of: {', '.join(KEY_MAP_NAMES)}")
+    parser.add("--half", False, "write fp16, half the size")
     parser.add_overwrite()
     options = parser.read(arguments)
     GivenModel(options.source, options)
     check_target(Path(options.target), options.to, options.overwrite)
 
-    given = options.variant, options.entry, options.overwrite, options.set
+    given = options.variant, options.entry, options.overwrite, options.set, options.half
     print(checkpoints.convert(options.source, options.target, options.to, *given))
 
 

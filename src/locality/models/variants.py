@@ -124,7 +124,7 @@ _ROWS = [
          strides=(2, 1, 2, 2, 2), img_size=64, num_classes=10, global_pool="avg",
          embed_pool=(False, False, True, True, True)),
     _cvt("cvt_photo_plus", (16, 16, 48, 128, 256), (1, 1, 1, 2, 4), (0, 0, 1, 1, 1), _PHOTO,
-         strides=(2, 1, 2, 2, 2), img_size=64, num_classes=10, global_pool="avg",
+         strides=(2, 1, 2, 2, 2), img_size=64, num_classes=200, global_pool="avg",
          embed_pool=(False, False, True, True, True)),
     _cvt("cvt_micro", (48, 96, 192), (1, 2, 4), (1, 2, 3), _SMALL, "convit_micro",
          strides=(2, 2, 1), img_size=32, num_classes=100),
