@@ -66,6 +66,12 @@ def test_names_that_speak_of_no_part():
         ({"a": 1, "b": 1}, r"\(2\)"),
         ({"train/b": 1, "train/c": 1, "val/c": 1, "val/d": 1}, "'b'.*'d'"),
         ({f"train/x{n}": 1 for n in range(8)} | {"val/a": 1}, "'x4' and 3 more"),
+        ({"cat/train": 2, "cat/val": 1, "dog/train": 2}, "inside of classes.*train/cat"),
+        ({"cat/train": 2, "dog/train": 2}, "inside of classes"),
+        ({"cat/images/Training": 2, "cat/images/test": 2, "dog": 2}, "inside of classes"),
+        ({"train/a/val": 2, "train/b/val": 2, "val/a": 1, "val/b": 1}, "inside of classes"),
+        ({"photos/cat": 2, "photos/dog": 2}, "give '.*/photos', or --data.label parent"),
+        ({"photos/train/cat": 2, "photos/val/cat": 2}, "inside of classes"),
     ],
     ids=lambda each: str(each)[:40],
 )
@@ -73,6 +79,61 @@ def test_layouts_that_are_refused(tmp_path, class_folders, layout, named):
     class_folders(tmp_path, layout)
     with pytest.raises(UserError, match=named):
         folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("label", "classes", "counts"),
+    [
+        ("top", ["a", "b", "c"], [3, 2, 2]),
+        ("parent", ["alley", "attic", "b", "c"], [3, 1, 2, 1]),
+        ("path", ["a/alley", "a/attic", "b", "c", "c/alley"], [2, 1, 2, 1, 1]),
+    ],
+)
+def test_the_folder_that_is_the_class_is_chosen(
+    label, classes, counts, tmp_path, class_folders, caplog
+):
+    class_folders(tmp_path, {"a/alley": 2, "a/attic": 1, "b": 2, "c": 1, "c/alley": 1})
+    splits = open_data(DataConfig("folder", str(tmp_path), label=label), 0, whole=True)
+    assert splits.classes == classes and np.bincount(splits.train.labels).tolist() == counts
+    assert ("a/alley" in caplog.text and "--data.label parent" in caplog.text) == (label == "top")
+
+
+def test_names_and_folders_that_are_confused_are_named(tmp_path, class_folders, caplog):
+    class_folders(tmp_path, {"cat": 2, "cat ": 2, "Dog": 2, "dog\u200b": 2, "rat": 2})
+    (tmp_path / "mouse").symlink_to("rat")
+    folder(tmp_path)
+    for alike in ("'cat', 'cat '", r"'Dog', 'dog\u200b'"):
+        assert f"look alike: {alike}" in caplog.text
+    assert "mouse'" in caplog.text and "the same, through a link" in caplog.text
+    (tmp_path / unicodedata.normalize("NFC", "\u00e9")).mkdir()
+    (tmp_path / unicodedata.normalize("NFD", "\u00e9")).mkdir()
+    with pytest.raises(UserError, match=r"look alike .*xe9.*keep one|look alike .*u0301.*keep one"):
+        folder(tmp_path)
+
+
+def test_a_part_that_links_to_the_other_is_named(train_val, caplog):
+    shutil.rmtree(train_val / "val")
+    (train_val / "val").symlink_to("train")
+    folder(train_val)
+    assert "the same, through a link" in caplog.text
+
+
+def test_folders_without_end_are_one_sentence(tmp_path, cli, monkeypatch):
+    (tmp_path / "cat").mkdir()
+    monkeypatch.chdir(tmp_path / "cat")
+    for _ in range(1500):
+        os.mkdir("d")
+        os.chdir("d")
+    try:
+        for words in (["train", "--quiet"], ["data", "check"]):
+            said = cli(*words, tmp_path, code=2).err
+            assert said.count("\n") == 1 and "levels deep" in said
+        with pytest.raises(UserError, match="levels deep"):
+            list(image_files([str(tmp_path)]))
+    finally:
+        for _ in range(1500):
+            os.chdir("..")
+            os.rmdir("d")
 
 
 def test_tables_of_images_are_pointed_to_their_dataset(tmp_path):

@@ -89,6 +89,8 @@ class DataConfig:
         max_bad_images: how many different files may be skipped before the run stops.
         exif: apply the EXIF orientation. Off by default, as in the published evaluations.
         grey_bits: bits that 16-bit greys use: 12 if 4095 is white, as in files of many cameras.
+        label: the class of an image in a folder: "top" is the folder below the root or the split,
+            "parent" the folder that holds the image, "path" all folders in between.
         image_column: image column of an `arrow` dataset, if several qualify, or of a `table`, by
             name or, if it has no heading, number from 1; "image" by default.
         label_column: the same for labels.
@@ -113,6 +115,7 @@ class DataConfig:
     max_bad_images: checks.Natural = setting(100, "how")
     exif: bool = False
     grey_bits: GreyBits = 16
+    label: Literal["top", "parent", "path"] = "top"
     image_column: str | None = None
     label_column: str | None = None
     allow_outside: bool = False

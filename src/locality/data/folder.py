@@ -45,6 +45,7 @@ _JUNK = {
     *("thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r"),
     *("@eadir", "#recycle", "$recycle.bin", "__macosx", "system volume information", "lost+found"),
 }
+_DEEPEST = 50
 # Names of splits: "train", "Validation", "test_images", "images-train", "training set".
 _PART = re.compile(
     r"((images?|imgs?|data)[\W_]*)?((?P<train>train(ing)?)|(?P<val>val(id(ation)?)?)"
@@ -74,26 +75,85 @@ class Listing:
         return FileSource(self.root, chain.from_iterable(paths), labels, decoding)
 
 
-def list_folder(root: Path | str) -> Listing:
+def list_folder(root: Path | str, label: str = "top") -> Listing:
     """List the class folders of `root` and the images anywhere below each.
 
     Names that start with a dot are skipped. Links are followed, unless they lead back to a folder
     above. A broken link counts as an unreadable file.
+
+    Args:
+        root: the folder.
+        label: as in `DataConfig`.
     """
     root = Path(root)
     folders, files = list_entries(root)
-    named: dict[str, str] = {}
+    listing = Listing(root, ignored=files)
+    found: dict[str, list[str]] = {folder: [] for folder in folders if label == "top"}
     for folder in folders:
-        name = class_name(folder, f"the name of the folder '{root / folder}'")
+        for path in _images(root, folder, {root.resolve()}, listing):
+            place = os.path.dirname(path)
+            own = {"top": folder, "parent": os.path.basename(place), "path": place}[label]
+            found.setdefault(own, []).append(path)
+    named: dict[str, str] = {}
+    for own in sorted(found):
+        name = class_name(own, f"the name of the folder '{own}' in '{root}'")
         if name in named:
             raise UserError(
-                f"'{root}' has two folders '{name}' (accents in two encodings); keep one"
+                f"'{root}' has two folders '{name}', which look alike (accents in two encodings: "
+                f"{named[name]!a} and {own!a}); keep one"
             )
-        named[name] = folder
-    listing = Listing(root, ignored=files)
-    for name in sorted(named):
-        listing.files[name] = sorted(_images(root, named[name], {root.resolve()}, listing))
+        named[name] = own
+    listing.files = {name: sorted(found[named[name]]) for name in sorted(named)}
     return listing
+
+
+def check_levels(listing: Listing, label: str) -> None:
+    """Refuse splits and classes a level too low, and log a level that is not the class.
+
+    Raises:
+        UserError: a class has folders such as train and val, or there is one class, with folders.
+    """
+    root = listing.root
+    places = {Path(path).parent.parts for paths in listing.files.values() for path in paths}
+    tops, below = {place[0] for place in places}, sorted(x for x in places if len(x) > 1)
+    shown = some(map("/".join, below))
+    parts = {(place[0], part) for place in below for part in map(part_of, place[1:]) if part}
+    if parts and (len({part for _, part in parts}) > 1 or tops == {top for top, _ in parts}):
+        raise UserError(
+            f"'{root}' has splits inside of classes, {shown}; make them the folders above, such as "
+            f"train/{below[0][0]}"
+        )
+    if label != "top" or not below:
+        return
+    if len(tops) == 1:
+        raise UserError(
+            f"'{root}' has one folder with others in it, {shown}; give '{root / below[0][0]}', or "
+            f"--data.label parent"
+        )
+    log_once(
+        f"'{root}': the class is the first folder of {shown}; --data.label parent takes the last "
+        f"one, --data.label path all"
+    )
+
+
+def check_alike(folders: Iterable[Path], names: Iterable[str]) -> None:
+    """Log classes whose names look alike, and folders that are reached twice, through links."""
+    for what, keys in (
+        ("classes look alike", {name: _as_seen(name) for name in sorted(names)}),
+        ("folders are the same, through a link", {f"{x}": f"{x.resolve()}" for x in folders}),
+    ):
+        same: dict[str, list[str]] = {}
+        for name, key in keys.items():
+            same.setdefault(key, []).append(name)
+        for alike in same.values():
+            if len(alike) > 1:
+                log_once(f"these {what}: {some(map(ascii, alike), quote='')}")
+
+
+def _as_seen(name: str) -> str:
+    """A name without what one cannot see in it: case, spaces around it, formatting characters."""
+    seen = (letter for letter in unicodedata.normalize("NFKC", name) if letter.isprintable())
+    return " ".join("".join(seen).casefold().split())
 
 
 def class_name(text: str, where: str) -> str:
@@ -173,8 +233,15 @@ def open_folder(config: DataConfig) -> tuple[list[str], FileSource, FileSource |
 
     Both splits must have the same classes.
     """
-    listings = {part: list_folder(root) for part, root in find_splits(config.root).items()}
+    listings = {
+        part: list_folder(root, config.label) for part, root in find_splits(config.root).items()
+    }
+    check_alike(
+        [listing.root / name for listing in listings.values() for name in ("", *listing.files)],
+        {name for listing in listings.values() for name in listing.files},
+    )
     for listing in listings.values():
+        check_levels(listing, config.label)
         if not any(listing.files.values()):
             raise no_images_error(listing.root)
         if ignored := listing.ignored:
@@ -287,6 +354,10 @@ def no_images_error(root: Path) -> UserError:
 def _images(root: Path, relative: str, above: set[Path], listing: Listing) -> Iterator[str]:
     """All images below a folder; everything else in it is added to `listing.ignored`."""
     folder, inside = (root / relative).resolve(), partial(os.path.join, relative)
+    if len(above) > _DEEPEST:
+        raise UserError(
+            f"'{root}' has folders more than {_DEEPEST} levels deep; give the one with the classes"
+        )
     if folder in above:
         listing.ignored.append(relative)
         return
