@@ -87,9 +87,9 @@ def one_line(error: BaseException) -> str:
 
 
 def some(names: Iterable[str], most: int = 5, quote: str = "'") -> str:
-    """The first `most` names, and the number of others."""
+    """The first `most` names, escaped, and the number of others."""
     names = list(names)
-    text = ", ".join(f"{quote}{name}{quote}" for name in names[:most])
+    text = ", ".join(f"{quote}{printable(name)}{quote}" for name in names[:most])
     return f"{text} and {len(names) - most} more" if len(names) > most else text
 
 

@@ -71,6 +71,10 @@ for _tag, _form in {
 
 def missing(path: Path) -> FileNotFoundError:
     """The error for a path that does not exist, suggesting the nearest names."""
+    scheme, mark, rest = str(path).partition(":/")
+    if mark and len(scheme) > 1 and scheme.isalnum():  # Path has merged the slashes
+        address = f"{scheme}://{rest.lstrip('/')}"
+        return FileNotFoundError(f"{address} is a remote address; download it and give its path")
     beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     hint = " or ".join(str(path.parent / other) for other in near(path.name, beside))
     suggestion = f"; did you mean {hint}?" if hint else ""

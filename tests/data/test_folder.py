@@ -267,3 +267,18 @@ def test_names_that_are_not_text(tmp_path, image_file):
     (tmp_path / "a").rename(tmp_path / os.fsdecode(b"\xff"))
     with pytest.raises(UserError, match="not UTF-8"):
         folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "words", [["data", "check"], ["train"], ["train", "--data.dataset=folder", "--data.root"]]
+)
+def test_a_remote_address_is_one(words, cli):
+    assert "s3://bucket/x is a remote" in cli(*words, "s3://bucket/x", code=2).err
+
+
+def test_control_characters_in_names_are_escaped(tmp_path, class_folders, cli, caplog):
+    class_folders(tmp_path, {"a\x1b[31m": 20, "b\x07/c\x1b": 1, "b\x07/d": 1})
+    (tmp_path / "a\x1b[31m/bad.png").write_bytes(b"no image")
+    printed = cli("data", "check", tmp_path, code=1)
+    assert r"a\x1b[31m/bad.png" in printed.out and r"b\x07/c\x1b" in caplog.text
+    assert not {"\x1b", "\x07"} & {*printed.out, *printed.err, *caplog.text}

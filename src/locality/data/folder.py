@@ -28,6 +28,7 @@ from locality.data.config import DATASETS, DEFAULT_DECODING, DataConfig, Decodin
 from locality.data.decoding import BadImage, decode, read_bytes
 from locality.data.sources import FileSource, class_difference
 from locality.errors import UserError, not_utf8, printable, some, wrap_errors
+from locality.files import missing
 
 _log = logging.getLogger("locality")
 
@@ -299,7 +300,7 @@ def image_files(paths: Iterable[str]) -> Iterator[Path]:
         elif path.exists():
             yield path
         else:
-            raise FileNotFoundError(f"there is no file or folder {path}")
+            raise missing(path)
 
 
 def read_image(file: Path, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
@@ -331,7 +332,7 @@ def require_folder(root: Path | str | None, or_file: bool = False) -> Path:
     """`root` as the path of an existing folder, or of a file that is no archive or image."""
     path = Path(root or "").expanduser()
     if not path.exists():
-        raise UserError(f"'{path}' does not exist")
+        raise UserError(str(missing(path)))
     if path.is_dir():
         return path
     archives = [suffix for _, suffixes, _ in shutil.get_unpack_formats() for suffix in suffixes]
