@@ -23,6 +23,7 @@ from locality.checkpoints import (  # noqa: E402
     SOURCES,
     Preprocessing,
     create_model,
+    loading,
     open_model,
 )
 from locality.errors import UserError  # noqa: E402
@@ -260,7 +261,7 @@ def test_a_folder_of_timms_is_read_as_our_model(tmp_path):
 # Public weights, from substitute files.
 
 
-def test_timm_loads_its_own_weights_and_adapts_head_channels_and_size(tmp_path):
+def test_timm_loads_its_own_weights_and_adapts_head_channels_and_size(tmp_path, monkeypatch):
     reference = timm.create_model("convit_tiny").eval()
     save_file(reference.state_dict(), tmp_path / "model.safetensors")
     overlay = {"file": str(tmp_path / "model.safetensors")}
@@ -275,3 +276,11 @@ def test_timm_loads_its_own_weights_and_adapts_head_channels_and_size(tmp_path):
     expected = reference.patch_embed.proj.weight.sum(dim=1, keepdim=True)
     torch.testing.assert_close(model.patch_embed.weight.data, expected.data)
     assert model.pos_embed.shape == (1, 36, 192)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"https://huggingface\.co/timm/convit_tiny\.fb_in1k"):
+        timm.create_model("locality_convit_tiny", pretrained=True)  # not in the hub's cache
+    monkeypatch.setattr(loading, "snapshot_download", lambda *_, **__: str(tmp_path))
+    again = timm.create_model("locality_convit_tiny", pretrained=True, num_classes=5).eval()
+    with torch.no_grad():
+        features = again.forward_features(x), reference.forward_features(x)
+        torch.testing.assert_close(*features, atol=1e-5, rtol=0)

@@ -11,6 +11,7 @@ from PIL import Image
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
+    AutoModel,
     AutoModelForImageClassification,
     Trainer,
     TrainingArguments,
@@ -55,6 +56,20 @@ def saved(folder, what, **options):
     for part in from_locality(what, **options):
         part.save_pretrained(folder)
     return folder
+
+
+@pytest.mark.parametrize("name", ["convit_nano", "cvt_nano", "timm/test_resnet"])
+def test_features_are_ours(tmp_path, name):
+    model, x = model_of(name), torch.randn(2, 3, 16, 16)
+    theirs = AutoModel.from_pretrained(saved(tmp_path, model))
+    with torch.no_grad():
+        features, output = model.forward_features(x), theirs(x)
+        torch.testing.assert_close(output.last_hidden_state, features)
+        pooled = model.forward_head(features, pre_logits=True)
+        torch.testing.assert_close(output.pooler_output, pooled)
+    extract = pipeline("image-feature-extraction", model=str(tmp_path))
+    assert np.shape(extract(picture()))[0] == 1
+    assert np.shape(extract(picture(), pool=True)) == (1, pooled.shape[1])
 
 
 @pytest.mark.parametrize("factor", [1, 2])

@@ -15,8 +15,8 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from torch import Tensor
 
 from locality.checkpoints.formats import PREPROCESSING_KEYS, REGISTERED, fit_interface, recognise
-from locality.checkpoints.loading import resample_pos_embeds
-from locality.checkpoints.registry import SOURCES, Source
+from locality.checkpoints.loading import public_file, resample_pos_embeds
+from locality.checkpoints.registry import SOURCES, Source, source
 from locality.data.config import Preprocessing
 from locality.models.base import ImageClassifier
 from locality.models.config import CvTConfig
@@ -56,12 +56,19 @@ def _make(
 def _entrypoint(name: str) -> Callable[..., Any]:
     """timm's entry point for the model `name`."""
 
-    def entrypoint(pretrained: bool = False, **kwargs: Any) -> Any:
+    def entrypoint(pretrained: bool = False, pretrained_cfg: Any = None, **kwargs: Any) -> Any:
+        tag = f".{pretrained_cfg}" if isinstance(pretrained_cfg, str) else ""
+        named = (tag or pretrained_cfg is None) and not kwargs.get("pretrained_cfg_overlay")
+        if pretrained and named and name in _public:
+            # Without a network, timm would try for three quarters of a minute.
+            file = public_file(source(name + tag))
+            kwargs["pretrained_cfg_overlay"] = {"file": str(file)}
         return build_model_with_cfg(
             partial(_make, name),
             REGISTERED + name,
             pretrained,
             pretrained_filter_fn=adapt_weights,
+            pretrained_cfg=pretrained_cfg,
             feature_cfg={"out_indices": 3, "feature_cls": "getter"},
             **kwargs,
         )
@@ -71,11 +78,11 @@ def _entrypoint(name: str) -> Callable[..., Any]:
     return entrypoint
 
 
-def _cfg(row: Variant, source: Source | None = None) -> dict[str, Any]:
+def _cfg(row: Variant, weights: Source | None = None) -> dict[str, Any]:
     """timm's pretrained configuration of a model and its weights."""
     config = row.config
     hierarchical = isinstance(config, CvTConfig)
-    given = source.preprocessing if source else Preprocessing(img_size=config.img_size)
+    given = weights.preprocessing if weights else Preprocessing(img_size=config.img_size)
     cfg = {
         "input_size": (config.in_chans, *given.size),
         "num_classes": config.num_classes,
@@ -87,9 +94,9 @@ def _cfg(row: Variant, source: Source | None = None) -> dict[str, Any]:
     }
     if hierarchical:
         cfg["min_input_size"] = (config.in_chans, config.minimum_size, config.minimum_size)
-    if source is not None:
-        where = {"file": str(source.file)} if source.file else {"hf_hub_id": source.repo}
-        cfg |= where | {"license": source.licence}
+    if weights is not None:
+        where = {"file": str(weights.file)} if weights.file else {"hf_hub_id": weights.repo}
+        cfg |= where | {"license": weights.licence}
     return cfg
 
 

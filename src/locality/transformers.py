@@ -36,6 +36,7 @@ require("locality.transformers", "locality[transformers]", "transformers")
 from transformers import (  # noqa: E402
     AutoConfig,
     AutoImageProcessor,
+    AutoModel,
     AutoModelForImageClassification,
     BatchFeature,
     PreTrainedConfig,
@@ -44,7 +45,10 @@ from transformers import (  # noqa: E402
 from transformers.image_processing_utils import BaseImageProcessor  # noqa: E402
 from transformers.image_transforms import to_pil_image  # noqa: E402
 from transformers.image_utils import make_flat_list_of_images  # noqa: E402
-from transformers.modeling_outputs import ImageClassifierOutput  # noqa: E402
+from transformers.modeling_outputs import (  # noqa: E402
+    BaseModelOutputWithPooling,
+    ImageClassifierOutput,
+)
 from transformers.utils import can_return_tuple  # noqa: E402
 
 
@@ -207,6 +211,19 @@ class LocalityForImageClassification(PreTrainedModel):
         self.locality.set_grad_checkpointing(enable)
 
 
+class LocalityModel(LocalityForImageClassification):
+    """The same model as transformers' `AutoModel`: images → features."""
+
+    @can_return_tuple
+    def forward(self, pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPooling:
+        """Normalised images (B, C, H, W) → `last_hidden_state`, the tokens (B, N, width), and
+        `pooler_output`, the classifier's input (B, width)."""
+        features = self.locality.forward_features(pixel_values)
+        return BaseModelOutputWithPooling(
+            features, self.locality.forward_head(features, pre_logits=True)
+        )
+
+
 @contextlib.contextmanager
 def _hidden_states(model: ImageClassifier) -> Iterator[list[Tensor]]:
     """Context manager: a list of the first block's input and every block's output.
@@ -310,6 +327,7 @@ def from_locality(
 
 
 AutoConfig.register(FORMAT, LocalityConfig)
+AutoModel.register(LocalityConfig, LocalityModel)
 AutoModelForImageClassification.register(LocalityConfig, LocalityForImageClassification)
 AutoImageProcessor.register(
     LocalityConfig, image_processor_classes={"torchvision": LocalityImageProcessor}

@@ -187,12 +187,22 @@ def _open_public(what: str, _: object) -> Opened:
     if row.file is not None:
         return _open_path(str(row.file), None)
     config = named(row.model, img_size=row.preprocessing.img_size)
-    page = f"https://huggingface.co/{row.repo}"
-    advice = f"fetch {WEIGHTS} from {page} and give its path as weights"
-    with wrap_errors(f"{what} could not be downloaded; {advice}", OSError):
-        folder = _download(row.repo)
-    state, _ = read_state(registry.weight_file(folder))
+    state, _ = read_state(public_file(row))
     return state, Checkpoint(config, {}, row.model, row.preprocessing)
+
+
+def public_file(row: registry.Source) -> Path:
+    """The file of public weights: in this package, or in the hub's cache, downloaded if needed.
+
+    Raises:
+        UserError: if it cannot be downloaded, naming the page to fetch it from.
+    """
+    if row.file is not None:
+        return row.file
+    page = f"https://huggingface.co/{row.repo}"
+    advice = f"fetch {WEIGHTS} from {page} and give its path (--weights, --from or weights=)"
+    with wrap_errors(f"{row.name} could not be downloaded; {advice}", OSError):
+        return registry.weight_file(_download(row.repo))
 
 
 def _open_timm(what: str, _: object) -> Opened:
