@@ -24,14 +24,14 @@ from locality.files import parse_yaml
 
 T = TypeVar("T")
 
-Role = Literal["how", "label", "sample", "incidental", "run", "interface", "data", "training"]
+Role = Literal["execution", "label", "replicate", "output", "run", "interface", "data", "training"]
 """The role of a setting, in its field's metadata; most have none.
 
-    how         how a run is computed; may change on resuming, not part of a run's identity
-    label       for people; not part of a run's identity
-    sample      images and random numbers; runs of one group differ in it
-    incidental  outputs and rounding; runs of one group may differ in it
-    run         folder of another run, identified by its name and not its location
+    execution   how a run is computed, not what; may change on resuming
+    label       for people
+    replicate   images and random numbers; runs of one group differ in it
+    output      outputs and rounding; runs of one group may differ in it
+    run         folder of another run, identified by its name
     interface   of a model: size of its images, to which weights can be adapted
     data        of a model: the same, decided by the data and so not a setting of a run
     training    of a model: no effect on the function of trained weights
@@ -245,8 +245,9 @@ def flatten(
 
 
 def differences(old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Settings with different values in two configurations: dotted name, old value, new value."""
-    before, after = flatten(to_dict(old)), flatten(to_dict(new))
+    """Settings with different values in two configurations, or their plain values: dotted name, old
+    value, new value."""
+    before, after = (flatten(x if isinstance(x, Mapping) else to_dict(x)) for x in (old, new))
     for name in dict.fromkeys([*before, *after]):
         if before.get(name) != after.get(name):
             yield name, before.get(name), after.get(name)

@@ -24,9 +24,8 @@ from locality.errors import UserError, wrap_errors
 from locality.files import LARGEST_TEXT, gunzip, parse_json, read_json, write_atomic
 from locality.runner.runs import Run
 from locality.runs import RunFolder
-from locality.settings import flatten, settings_of, to_dict, with_role
-from locality.training import RunConfig
-from locality.training.config import read_config
+from locality.settings import settings_of
+from locality.training.config import identity, read_config
 
 Record = dict[str, Any]
 MEASURED = "experiments.json"
@@ -36,29 +35,13 @@ NOT_RUN = "not run yet"
 EMPTY = UserError, FileNotFoundError
 """Errors of a value that does not exist; the message is the reason."""
 
-_PATHS = with_role(RunConfig, "run")
-# Settings that do not affect what a run computes.
-_IGNORED = with_role(RunConfig, "how", "label")
-
-
-def settings_by_name(config: RunConfig) -> dict[str, Any]:
-    """All settings that count, by dotted name, those of the architecture included; plain values.
-
-    Of a folder only the name counts, which identifies a run wherever it lies.
-    """
-    flat = {name: x for name, x in flatten(to_dict(config)).items() if name not in _IGNORED}
-    for name in _PATHS & flat.keys():
-        flat[name] = flat[name] and Path(flat[name]).name
-    plain: dict[str, Any] = json.loads(json.dumps(flat))
-    return plain
-
 
 def read_folder(folder: Path) -> Record:
     """The record of a finished run."""
     run = RunFolder(folder)
     measured = folder / MEASURED
     record: Record = {
-        "config": settings_by_name(read_config(folder)),
+        "config": identity(read_config(folder), "result"),
         "result": run.read_result(whole=True),
         "curve": run.curve,
         "measures": read_json(measured) if measured.exists() else {},
@@ -117,7 +100,7 @@ class Recorded:
 
     def in_file(self, run: Run) -> Record | None:
         """The record of a run in the file."""
-        wanted = settings_by_name(run.config)
+        wanted = identity(run.config, "result")
         # A setting that a recorded run did not know has its default.
         defaults = {name: of.default for name, of in settings_of(run.config).items()}
         for record in self._by_kind.get(_kind(wanted), ()):

@@ -14,6 +14,7 @@ from scipy import stats
 
 from locality.errors import UserError
 from locality.runner.runs import execute
+from locality.training.config import identity
 from locality_papers.experiment import Experiment, Results, largest, minus, relative_gain
 from locality_papers.measures import BEST_TOP1, TOP1
 from locality_papers.runs import get_scale
@@ -22,7 +23,6 @@ from locality_papers.table import (
     Recorded,
     read_folder,
     read_records,
-    settings_by_name,
     write_records,
 )
 
@@ -55,7 +55,7 @@ def trained(tmp_path_factory, tiny_run):
 
 def test_a_record_has_what_tables_need(trained, tmp_path):
     record = read_folder(trained.folder)
-    assert record["config"] == settings_by_name(trained.config)
+    assert record["config"] == identity(trained.config, "result")
     assert record["config"]["model.num_heads"] == 4
     right = np.unpackbits(np.frombuffer(base64.b64decode(record["right"]), np.uint8))
     images = record["result"]["val_images"]

@@ -19,6 +19,7 @@ from locality.settings import (
     to_yaml,
 )
 from locality.training import RECIPES, RunConfig, recipe, replace
+from locality.training.config import identity
 
 from .conftest import tiny
 
@@ -110,6 +111,29 @@ def test_what_is_typed_becomes_the_value_of_its_type(text, hint, value):
 def test_what_has_another_type_is_refused(text, hint):
     with pytest.raises(UserError, match="setting is"):
         parse(text, hint, "setting")
+
+
+ROLES = {  # a setting of each role, and the purposes for which it counts
+    "optim.lr": (1e-3, {"resume", "result", "pair", "group"}),
+    "engine.threads": (3, set()),
+    "recipe": ("x", {"resume"}),
+    "engine.compile": (True, {"resume", "result"}),
+    "data.split_seed": (3, {"resume", "result", "pair"}),
+    "objective.teacher": ("b/run", {"resume", "result", "pair", "group"}),
+}
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_what_makes_two_runs_the_same_depends_on_the_purpose(name):
+    value, purposes = ROLES[name]
+    one = replace(recipe("digits"), {"objective.distillation": "soft", "objective.teacher": "a/r"})
+    other = replace(one, {name: value})
+    for purpose in ("resume", "result", "pair", "group"):
+        same = identity(one, purpose) == identity(other, purpose)
+        assert same == (purpose not in purposes), purpose
+        assert identity(to_dict(one), purpose) == identity(one, purpose)
+    moved = replace(one, {"objective.teacher": "elsewhere/r"})
+    assert identity(moved, "resume") == identity(one, "resume")
 
 
 def test_differences_name_settings_and_both_values():

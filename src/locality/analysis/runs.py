@@ -22,12 +22,9 @@ from locality.errors import UserError, some
 from locality.files import read_shaped
 from locality.models.variants import FAMILY_NAMES, VARIANTS, family_of
 from locality.runs import RunFolder, run_folders
-from locality.settings import flatten, with_role
-from locality.training.config import RunConfig
+from locality.training.config import identity
 
 _MAX_SETTINGS = 3  # in the label of a group
-# Settings in which runs of one group may differ: seed, amount of data, and how it was computed.
-_NOT_OF_GROUP = with_role(RunConfig, "how", "label", "incidental", "sample")
 
 # Entries read from a run's files, checked because users may edit them.
 _CONFIG = {
@@ -90,9 +87,8 @@ class RecordedRun(RunFolder):
         return load_pictures(path) if path.exists() else None
 
     def settings(self) -> dict[str, Any]:
-        """Settings that affect the result, except seed and data, by dotted name."""
-        flat = flatten(self.config)
-        return {name: value for name, value in flat.items() if name not in _NOT_OF_GROUP}
+        """The settings that the runs of a group share, by dotted name."""
+        return identity(self.config, "group")
 
 
 def percent(fraction: float) -> str:
@@ -284,11 +280,12 @@ class BaselinePair:
 
     def other_changed_settings(self) -> list[str]:
         """Settings outside `model` in which runs of the same seed differ, by dotted name."""
-        incidental = with_role(RunConfig, "how", "label", "incidental")
-        first, second = ({run.repeat: flatten(run.config) for run in runs} for runs in self.runs)
+        first, second = (
+            {run.repeat: identity(run.config, "pair") for run in runs} for runs in self.runs
+        )
         pairs = [[first[repeat], second[repeat]] for repeat in first if repeat in second]
         names = dict.fromkeys(name for pair in pairs for name in differing_settings(pair))
-        return [n for n in names if not n.startswith("model.") and n not in incidental]
+        return [name for name in names if not name.startswith("model.")]
 
 
 def baseline_pairs(groups: Sequence[RunGroup]) -> Iterator[BaselinePair]:

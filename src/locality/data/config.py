@@ -100,26 +100,26 @@ class DataConfig:
     """
 
     dataset: str = "digits"
-    root: str | None = setting(None, "how")
-    download: bool = setting(False, "how")
+    root: str | None = setting(None, "execution")
+    download: bool = setting(False, "execution")
     part: Part = (0.0, 1.0)
-    fraction: checks.PositiveShare = setting(1.0, "sample")
+    fraction: checks.PositiveShare = setting(1.0, "replicate")
     subset: Literal["balanced", "sorted"] = "balanced"
     train_part: Part = (0.0, 1.0)
     val_part: Part | None = None
-    fold: tuple[int, int] | None = setting(None, "sample")
+    fold: tuple[int, int] | None = setting(None, "replicate")
     val_fraction: checks.ProperShare = 0.25
-    split_seed: checks.Natural = setting(0, "sample")
-    on_bad_image: Literal["auto", "error", "skip"] = setting("auto", "how")
-    on_changed_images: Literal["error", "resume"] = setting("error", "how")
-    max_bad_images: checks.Natural = setting(100, "how")
+    split_seed: checks.Natural = setting(0, "replicate")
+    on_bad_image: Literal["auto", "error", "skip"] = setting("auto", "execution")
+    on_changed_images: Literal["error", "resume"] = setting("error", "execution")
+    max_bad_images: checks.Natural = setting(100, "execution")
     exif: bool = False
     grey_bits: GreyBits = 16
     label: Literal["top", "parent", "path"] = "top"
     image_column: str | None = None
     label_column: str | None = None
     allow_outside: bool = False
-    workers: checks.UpTo4096 = setting(0, "how")
+    workers: checks.UpTo4096 = setting(0, "execution")
 
     REMOVED = (
         *(("cache_gb", 10.0), ("crops", "exact"), ("difficulty", None), ("real_labels", None)),

@@ -31,13 +31,9 @@ from locality.errors import Interrupted, ProcessKilled, UserError, one_line
 from locality.machine import processors
 from locality.progress import format_duration
 from locality.runs import RunFolder, is_run_folder
-from locality.settings import flatten, settings_of, to_dict, with_role
-from locality.training.config import RunConfig, read_config
+from locality.settings import settings_of
+from locality.training.config import RunConfig, identity, read_config
 from locality.training.cost import STEP_FORWARDS, estimate_cost
-
-_RUNS = with_role(RunConfig, "run")
-# Settings that do not affect a run's results.
-_NO_NUMBER = with_role(RunConfig, "how", "label")
 
 
 @dataclass(frozen=True)
@@ -94,17 +90,12 @@ def digest(config: RunConfig) -> str:
     """
     known = settings_of(config)
     values = {
-        name: _folder_name(value) if name in _RUNS else value
-        for name, value in flatten(to_dict(config)).items()
-        if name not in _NO_NUMBER and (name not in known or value != known[name].default)
+        name: value
+        for name, value in identity(config, "result").items()
+        if name not in known or value != known[name].default
     }
     text = json.dumps(["locality.training:train", values], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _folder_name(value: str | None) -> str | None:
-    """The name of a run folder, which identifies its content regardless of location."""
-    return None if value is None else Path(value).name
 
 
 def content_folder(root: Path, config: RunConfig) -> Path:

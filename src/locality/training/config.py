@@ -100,14 +100,14 @@ class ScheduleConfig:
     epochs: checks.Positive | None = None
     steps: checks.Count | None = 1500
     minutes: checks.Positive | None = None
-    decay: tuple[checks.Natural, checks.Count] | None = setting(None, "how")
+    decay: tuple[checks.Natural, checks.Count] | None = setting(None, "execution")
     constant_images: bool = False
     warmup: checks.NotNegative = 100.0
     warmup_lr: checks.NotNegative = 1e-6
     min_lr: checks.NotNegative = 1e-5
-    eval_every: checks.Positive = setting(150.0, "incidental")
-    save_every: checks.Positive | None = setting(None, "incidental")
-    snapshot_every: checks.Positive | None = setting(None, "incidental")
+    eval_every: checks.Positive = setting(150.0, "output")
+    save_every: checks.Positive | None = setting(None, "output")
+    snapshot_every: checks.Positive | None = setting(None, "output")
     patience: checks.Positive | None = None
 
     REMOVED = (("cooldown", 0.0),)
@@ -212,14 +212,14 @@ class EngineConfig:
     """
 
     batch_size: checks.Count = 64
-    accumulate: checks.Count = setting(1, "how")
+    accumulate: checks.Count = setting(1, "execution")
     precision: Precision = "auto"
     ema_decay: checks.ShareBelowOne | None = None
-    accelerator: Literal["auto", "cpu", "cuda", "mps"] = setting("auto", "how")
-    threads: checks.UpTo4096 = setting(0, "how")
-    grad_checkpointing: bool = setting(False, "how")
+    accelerator: Literal["auto", "cpu", "cuda", "mps"] = setting("auto", "execution")
+    threads: checks.UpTo4096 = setting(0, "execution")
+    grad_checkpointing: bool = setting(False, "execution")
     channels_last: bool = False
-    compile: bool = setting(False, "incidental")
+    compile: bool = setting(False, "output")
     deterministic: bool = False
 
     REMOVED = (
@@ -256,7 +256,7 @@ class RunConfig:
     """
 
     recipe: str = setting("", "label")
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = setting(0, "sample")
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = setting(0, "replicate")
     weights: str | None = setting(None, "run")
     entry: str | None = None
     model: ViTConfig | CvTConfig | TimmConfig = variant("convit_nano").config
@@ -317,10 +317,31 @@ class RunConfig:
         return engine.batch_size // parts
 
 
-def computation_settings(config: RunConfig) -> dict[str, Any]:
-    """The settings that affect the result of a run, as plain values."""
-    values = settings.to_dict(config)
-    for name in settings.with_role(RunConfig, "how"):
-        group, _, setting = name.partition(".")
-        del values[group][setting]
-    return values
+Purpose = Literal["resume", "result", "pair", "group"]
+
+_LEFT_OUT: dict[Purpose, tuple[settings.Role, ...]] = {
+    "resume": ("execution",),
+    "result": ("execution", "label"),
+    "pair": ("execution", "label", "output"),
+    "group": ("execution", "label", "output", "replicate"),
+}
+
+
+def identity(config: RunConfig | Mapping[str, Any], purpose: Purpose) -> dict[str, Any]:
+    """The settings that make two runs the same, by dotted name, as plain values.
+
+    Of another run's folder only the name counts, wherever it lies.
+
+    Args:
+        config: a configuration, or its nested plain values as written by any version.
+        purpose: "resume", may one continue the other? "result", do they compute the same?
+            "pair", do they differ in the model alone? "group", do they repeat each other?
+    """
+    nested = config if isinstance(config, Mapping) else settings.to_dict(config)
+    left_out = settings.with_role(RunConfig, *_LEFT_OUT[purpose])
+    folders = settings.with_role(RunConfig, "run")
+    return {
+        name: Path(str(value)).name if value is not None and name in folders else value
+        for name, value in settings.flatten(nested).items()
+        if name not in left_out
+    }

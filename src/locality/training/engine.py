@@ -30,7 +30,7 @@ from locality.files import write_atomic
 from locality.machine import arithmetic_threads
 from locality.progress import doing
 from locality.runs import is_run_folder
-from locality.settings import from_dict, replace, to_yaml
+from locality.settings import flatten, replace, to_yaml
 from locality.training.config import RunConfig, read_config
 from locality.training.devices import SignalHandler, create_fabric, leave_group
 from locality.training.folder_checks import (
@@ -224,7 +224,8 @@ def _check(job: Job) -> tuple[Start, dict[str, Any] | None]:
         job.notes.append(f"{folder.path} has metrics but no checkpoint: starting again")
     if checkpoint is not None:
         with prefix_errors(folder.config_file):  # it may have been edited
-            check_same(folder.path, from_dict(RunConfig, checkpoint["config"]), config)
+            before = replace(RunConfig(), flatten(checkpoint["config"]))
+            check_same(folder.path, before, config)
         changed = check_images(folder, config.data, job.images, checkpoint["data"])
         classes = job.splits.classes
         if changed and (folder.classes() != classes or checkpoint["step"] > job.plan.steps):

@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from locality import settings
 from locality.checkpoints.registry import detect_kind
 from locality.data.config import DataConfig
 from locality.data.sources import ImageFingerprint
 from locality.errors import UserError, prefix_errors, some, wrap_errors
 from locality.runs import RunFolder, check_outside_runs, is_run_folder
-from locality.training.config import RunConfig, read_config
+from locality.settings import differences
+from locality.training.config import RunConfig, identity, read_config
 
 
 def check_places(config: RunConfig, folder: Path) -> None:
@@ -61,12 +61,7 @@ def existing_folder(folder: Path) -> Path:
 
 def check_same(folder: Path, before: RunConfig, now: RunConfig) -> None:
     """Check that the settings with which a run started have not changed."""
-    how, runs = settings.with_role(RunConfig, "how"), settings.with_role(RunConfig, "run")
-    changed = [
-        (name, old, new)
-        for name, old, new in settings.differences(before, now)
-        if name not in how and not (name in runs and same_path(old, new))
-    ]
+    changed = list(differences(identity(before, "resume"), identity(now, "resume")))
     if changed:
         raise UserError(
             f"run folder {folder} was started with other settings ({describe_changes(changed)}); "

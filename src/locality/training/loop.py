@@ -20,7 +20,7 @@ from locality.data import Batch, eval_loader, train_loader
 from locality.data.sampling import Stream, hash_seed, seed_generators
 from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError, some
 from locality.models import ImageClassifier
-from locality.training.config import computation_settings
+from locality.training.config import identity
 from locality.training.devices import Collectives, SignalHandler
 from locality.training.evaluation import PredictionCollector, evaluate
 from locality.training.job import Job
@@ -343,7 +343,7 @@ class Loop:
         self.collectives.all_gather(self.state.skipped)
         if self.fabric.is_global_zero:
             checkpoint = {"step": self.state.step, "progress": asdict(self.state)}
-            checkpoint |= {"config": computation_settings(self.config)}
+            checkpoint |= {"config": identity(self.config, "resume")}
             self.recorder.save(checkpoint | self.parts.state())
         self._saved, self._saved_at = self.state.step, time.perf_counter()
 
