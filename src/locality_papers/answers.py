@@ -40,7 +40,7 @@ YES, NO, LESS, CANNOT_TELL = "yes", "no", "less", "cannot tell"
 COLUMNS = (
     *("question", "where", "experiment", "scale", "unit", "n", "planned", "effect", "low", "high"),
     *("threshold", "start", "over_seeds", "p", "images", "paper", "answer", "seeds", "task"),
-    "protocol",
+    *("protocol", "recipes"),
 )
 LEAST_SEEDS = 3
 PLANNED, LATER = "planned", "asked later"
@@ -50,7 +50,7 @@ Answer = dict[str, Any]
 `threshold` that it is compared with, the effect before training (`start`), the half width of an
 unpaired interval `over_seeds` alone, the p-value of "it is at the threshold", how `images` count
 (see `Evaluated`), the paper's effect, for "cannot tell" the `seeds` needed to tell, why the `task`
-cannot show it, and whether the `protocol` lists it ("" without one)."""
+cannot show it, whether the `protocol` lists it ("" without one), and effects by other `recipes`."""
 
 _PROTOCOLS: dict[str, Any] = read_yaml(Path(__file__).with_name("protocol.yaml"))
 _NOTHING = Estimate(0.0, None, 0)
@@ -136,6 +136,7 @@ def _unanswered(
         "seeds": None,
         "task": question.task,
         "protocol": "" if plan is None or exact else PLANNED if listed else LATER,
+        "recipes": "",
     }
     bound = A_POINT if question.unit == "points" else None
     if paper is not None and (far := question.side * (paper - question.threshold)) > 0:

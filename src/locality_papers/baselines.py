@@ -55,11 +55,13 @@ PIXELS = {
 @experiment("beyond/baselines", "Models, a CNN, and baselines on pixels, on the same images")
 def baselines(t: Experiment, s: Scale) -> None:
     """Top-1 of each model family and of pixel baselines, on fractions of the data."""
+    steps = {label: f"{s.base(role).schedule.length:g}" for label, role in _MODELS.items()}
+    same = "" if len(set(steps.values())) == 1 else f" (the CNN: {steps['CNN']})"
     t.about = (
-        "Not in the papers. Top-1 on fractions of the training images, with equal numbers of "
-        "steps, and equal settings except where the scale differs. The baselines on pixels "
-        "use the same images at no more than 32 pixels and are not tuned. Bands are "
-        "95% intervals over a point's seeds."
+        f"Not in the papers. Top-1 on fractions of the training images, after {steps['ConViT']} "
+        f"steps{same}. The baselines on pixels use the same images at no more than 32 pixels and "
+        "are not tuned. Bands are 95% intervals over a point's seeds. Whether two models are "
+        "equally good is not tested."
     )
     t.columns = {percent(fraction): Column(percent(fraction)) for fraction in s.fractions}
     for part, fraction in zip(t.columns, s.fractions, strict=True):

@@ -35,6 +35,9 @@ GATES_FALL = 0.731
 """From σ(1), the initial gate, to 0, reached by the mean gate of layers 6 to 10 (§4, p. 8)."""
 
 _NEAR_0 = 0.1
+_POSITION_TELLS = (
+    "in 4×4 tokens where a stroke lies nearly tells a digit; where it does not, see beyond/shuffled"
+)
 
 
 def _nonlocality(*rows: tuple[str, Key]) -> Callable[[Results], list[dict[str, Any]]]:
@@ -106,9 +109,7 @@ def figure_6(t: Experiment, s: Scale) -> None:
     where, row, unit = "§4, pp. 7–8, Fig. 6", "ConViT-S", "of attention"
     t.run(row, "trajectory", TRAJECTORY, row)
     t.panels = [_gates((row, "trajectory"))]
-    task = (
-        "" if s.comparable else "position tells the digit; where it does not, see beyond/shuffled"
-    )
+    task = _POSITION_TELLS if s.dataset == "digits" else ""
     for text, measure, others in (
         ("Do gates of the deeper half fall?",
          trajectory("fall", lambda of: fmean(of.gates[-half:, 0] - of.gates[-half:, -1])),

@@ -187,7 +187,11 @@ def figure_8(t: Experiment, s: Scale) -> None:
 @experiment("convit/figure-9", "PSA instead of GPSA: gating keeps the gain")
 def figure_9(t: Experiment, s: Scale) -> None:
     """Learning curves of DeiT, of ConViT with PSA, and of ConViT."""
-    t.about = "PSA adds content and position before one softmax (Eq. 4); GPSA mixes two (Eq. 7)."
+    t.about = (
+        "PSA adds content and position before one softmax (Eq. 4); GPSA mixes two (Eq. 7). "
+        "PSA starts with W_qry = W_key = 0 (Eq. 5). Neither gets a gradient while the other is 0, "
+        "so content never enters its attention."
+    )
     convit, deit = (f"{family}-{'B' if s.comparable else 'S'}" for family in FAMILIES)
     arms = {
         "ConViT (GPSA)": variation(convit),

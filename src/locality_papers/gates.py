@@ -105,10 +105,14 @@ def _chosen(s: Scale, label: str, optim: Mapping[str, Any]) -> dict[str, Any]:
 
 def _shuffle(t: Experiment, s: Scale, optim: Mapping[str, Any], prefix: str = "") -> None:
     """Rows of the table of shuffled images for one optimiser, and their questions."""
+    optimiser = "" if prefix else (
+        "Trained by AdamW at 1e-3 with v_pos and λ at ten times the rate, chosen in the trial. "
+        "Other optimisers and rates, prediction 6, are `beyond/shuffled-rates`."
+    )  # fmt: skip
     t.about = (
         "Not in the papers. The patches of every image, training and validation, are in another "
         "order; there are no crops, rotations or CutMix, so numbers differ from Figure 6's. Masks "
-        f"are on in all gated layers. Predictions. {PREDICTIONS}"
+        f"are on in all gated layers. {optimiser} Predictions. {PREDICTIONS}"
     )
     t.columns = {
         "top1": Column("top-1"),

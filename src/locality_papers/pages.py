@@ -16,15 +16,20 @@ from typing import Any
 
 from locality.files import write_atomic
 from locality_papers import answers as rule
-from locality_papers.answers import CANNOT_TELL, LESS, NO, YES, Answer, answers, write_answers
+from locality_papers.answers import Answer, answers, write_answers
 from locality_papers.experiment import Results, built
 from locality_papers.reproduce import names, write_picture
 from locality_papers.runs import get_scale
-from locality_papers.table import Recorded
-from locality_papers.text import Part, page, papers, rendered, said
+from locality_papers.table import Recorded, read_lines
+from locality_papers.text import Part, page, papers, rendered, said, signed
 
-SHOWN = ("digits", "fashion", "fashion14")
-"""Scales with records in the repository."""
+SHOWN = {
+    "photographs": "photographs",
+    "digits": "digits",
+    "fashion": "clothes",
+    "fashion14": "clothes, 14×14",
+}
+"""Scales whose records may be in the repository, and what their images show."""
 _FINDINGS = re.compile("(?<=<!-- findings -->\n).*?(?=<!-- /findings -->)", re.DOTALL)
 
 
@@ -37,12 +42,15 @@ def write_all(root: Path) -> None:
     every: dict[str, dict[str, Results]] = {}
     for scale in SHOWN:
         path = root / "results" / f"{scale}.runs.jsonl.gz"
+        if not path.exists():
+            continue
         chosen, recorded = get_scale(scale, root / "runs" / scale), Recorded(path)
         for name in names():
             of = Results(built(name, chosen), recorded)
-            if of.experiment.runs or scale == SHOWN[0]:
+            if of.experiment.runs or scale == "digits":
                 every.setdefault(name, {})[scale] = of
     found = answers(of for by_scale in every.values() for of in by_scale.values())
+    _add_recipes(found, root / "results" / "superseded.jsonl.gz")
     write_answers(root / "results" / "answers.csv", found)
     pages: dict[str, dict[str, str | None]] = {}
     for name, by_scale in every.items():
@@ -81,12 +89,22 @@ def _by_question(found: Iterable[Answer]) -> dict[tuple[str, str], dict[str, Ans
     return grouped
 
 
-_SECTIONS = {
-    YES: "What holds here",
-    NO: "What does not hold here",
-    LESS: "What is smaller here than in the papers, or absent",
-    CANNOT_TELL: "What these runs cannot tell",
-}
+def _add_recipes(found: Iterable[Answer], path: Path) -> None:
+    """Add the effects of superseded runs, by earlier recipes on the same images, to answers."""
+    effects: dict[tuple[str, str], list[str]] = {}
+    for record in reversed(read_lines(path)):  # oldest first
+        images = record["scale"].partition("-")[0]
+        for claim in record["claims"] if record["name"].startswith("convit/table") else ():
+            means = [part["mean"] for part in claim["parts"]]
+            if means and (
+                words := re.fullmatch(r"(?:with (.+), )?(\S+) is (above \S+)", claim["text"])
+            ):
+                given, first, rest = words.groups()
+                text = f"With {given}, is {first} {rest}?" if given else f"Is {first} {rest}?"
+                effects.setdefault((text, images), []).append(signed(means[0], 1.0))
+    for answer in found:
+        known = effects.get((answer["question"], answer["scale"]), ())
+        answer["recipes"] = ", ".join(dict.fromkeys(known))
 
 
 def findings(
@@ -94,35 +112,47 @@ def findings(
     found: Sequence[Answer],
     pages: Mapping[str, Mapping[str, str | None]],
 ) -> str:
-    """All questions of the papers by answer, as Markdown for docs/.
+    """All questions of the papers and their answers, as Markdown for docs/.
 
     Args:
         every: name → scale → values.
         found: all answers.
         pages: experiments that have a page: name → scale → its picture.
     """
-    sections: dict[str, list[Any]] = {title: [] for title in _SECTIONS.values()}
-    own: dict[str, Counter[str]] = {}
     asked = _by_question(found)
+    sections: dict[str, list[Any]] = {"ConViT": [], "CvT": [], "Counted on the models": []}
+    own: dict[str, dict[str, Counter[str]]] = {}
     for (name, _), at in asked.items():
         question = next(iter(at.values()))
-        given = [each["answer"] for each in at.values()]
-        if question["where"]:
-            title = next(title for answer, title in _SECTIONS.items() if answer in given)
-            sections[title].append(question | {"at": at})
+        if not question["where"]:
+            for scale, answer in at.items():
+                counts = own.setdefault(name, {}).setdefault(scale, Counter())
+                counts[answer["answer"]] += 1
+        elif question["n"] is None:
+            sections["Counted on the models"].append(question | {"at": {"all": question}})
         else:
-            own.setdefault(name, Counter()).update(given)
+            sections["ConViT" if name.startswith("convit") else "CvT"].append(question | {"at": at})
+    shown = SHOWN | {"all": "here"}
+    tasks = list(dict.fromkeys(each["task"] for each in found if each["task"]))
     untested = {}
     for name, by_scale in every.items():
-        first = next(iter(by_scale.values()))
-        texts = [each.text for each in first.experiment.questions if each.where]
-        if texts := [text for text in texts if (name, text) not in asked]:
-            untested[name] = len(texts), _reasons(by_scale, texts)
+        questions = {each.text for of in by_scale.values() for each in of.experiment.questions}
+        if left := {text for text in questions if (name, text) not in asked}:
+            untested[name] = len(left), _reasons(by_scale, left)
     return rendered(
         "findings.md",
         scales={scale: of.experiment.scale.about for scale, of in every["convit/table-2"].items()},
+        shown=shown,
         headlines=headlines(found),
-        sections=sections,
+        sections=[
+            (
+                title,
+                [scale for scale in shown if any(scale in of["at"] for of in questions)],
+                questions,
+            )
+            for title, questions in sections.items()
+        ],
+        tasks=tasks,
         own=own,
         untested=untested,
         titles={name: next(iter(of.values())).experiment.title for name, of in every.items()},
@@ -131,22 +161,23 @@ def findings(
     )
 
 
-def _reasons(by_scale: Mapping[str, Results], texts: Sequence[str]) -> str:
+def _reasons(by_scale: Mapping[str, Results], texts: Iterable[str]) -> str:
     """Why questions have no answer at a scale."""
     reasons: dict[str, dict[str, None]] = {}
     for scale, of in by_scale.items():
-        if scale != SHOWN[-1]:  # of Table 2 only
+        if scale != "fashion14":  # of Table 2 only
             for question in of.experiment.questions:
                 if question.text in texts:
                     reasons.setdefault(of.effect(question.effect).empty, {})[scale] = None
     grouped: dict[str, list[str]] = {}
     for reason, scales in reasons.items():
-        grouped.setdefault(", ".join(scales), []).append(reason)
+        grouped.setdefault(", ".join(SHOWN[scale] for scale in scales), []).append(reason)
     return "; ".join(f"{scales}: {', '.join(of)}" for scales, of in grouped.items())
 
 
 HEADLINES = {
     "With 5% of the images, is ConViT above DeiT?": "convit/table-2",
+    "With 20% of the images, is ConViT above DeiT?": "convit/table-2",
     "With 100% of the images, is ConViT above DeiT?": "convit/table-2",
     "Is CvT-13 above DeiT-S?": "cvt/table-3",
     "Does masking position embeddings cost DeiT more than ConViT?": "convit/table-5",
@@ -158,15 +189,23 @@ HEADLINES = {
 
 
 def headlines(found: Iterable[Answer]) -> str:
-    """The README's table of findings: a column for digits, one for Fashion-MNIST."""
-    lines = ["| question | paper | digits | Fashion-MNIST |", "| :-- | :-- | :-- | :-- |"]
+    """The README's table of findings: a column for photographs, digits and clothes."""
     grouped = _by_question(found)
-    for question, experiment in HEADLINES.items():
-        if at := grouped.get((experiment, question)):
-            cells = [said(at[scale], brief=True) if scale in at else "" for scale in SHOWN[:2]]
-            paper = papers(next(iter(at.values())))
-            lines.append(f"| {question} | {paper} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    rows = {text: grouped.get((name, text), {}) for text, name in HEADLINES.items()}
+    scales = [
+        scale
+        for scale in SHOWN
+        if scale != "fashion14" and any(scale in at for at in rows.values())
+    ]
+    lines = [
+        ["question", "paper", *(SHOWN[scale] for scale in scales)],
+        [":--"] * (len(scales) + 2),
+    ]
+    for question, at in rows.items():
+        if at:
+            cells = [said(at[scale], brief=True) if scale in at else "" for scale in scales]
+            lines.append([question, papers(next(iter(at.values()))), *cells])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 if __name__ == "__main__":

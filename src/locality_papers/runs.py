@@ -166,6 +166,11 @@ class Scale:
         return role if PAPERS_MODELS.get(role) == name else f"{name} (in {role}'s place)"
 
     @property
+    def dataset(self) -> str:
+        """The images of its runs, unless they vary them."""
+        return self.base("ConViT-S").data.dataset
+
+    @property
     def sizes(self) -> list[str]:
         """The sizes of ConViT's Table 1 that are distinct models at this scale."""
         distinct: dict[str, str] = {}

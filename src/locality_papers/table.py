@@ -53,11 +53,16 @@ def read_folder(folder: Path) -> Record:
     return record
 
 
+def read_lines(path: Path) -> list[Record]:
+    """The values in a compressed JSON-lines file."""
+    lines = gunzip(path, "file of recorded runs", 16 * LARGEST_TEXT).decode().splitlines()
+    return [parse_json(line, str(path)) for line in lines]
+
+
 def read_records(path: Path) -> list[Record]:
     """The records in a file."""
     with wrap_errors(f"{path} is not a file of recorded runs", ValueError, KeyError, TypeError):
-        lines = gunzip(path, "file of recorded runs", 16 * LARGEST_TEXT).decode().splitlines()
-        records = [parse_json(line, str(path)) for line in lines]
+        records = read_lines(path)
         for record in records:
             dict(record["config"]), dict(record["result"])
     return records

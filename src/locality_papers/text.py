@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from locality.errors import some
 from locality.files import csv_text
 from locality.templates import render
-from locality_papers.answers import CANNOT_TELL, LATER, LESS, YES, Answer, protocol
+from locality_papers.answers import CANNOT_TELL, LATER, LESS, Answer, protocol
 from locality_papers.experiment import Column, Evaluated, Results, at
 from locality_papers.table import NOT_RUN
 
@@ -192,16 +192,6 @@ def to_csv(results: Results) -> str:
     return csv_text([header, *([of.name, of.scale.name, *line] for line in lines)])
 
 
-def everywhere(at: Mapping[str, Answer]) -> str:
-    """The answers at all scales, in one cell."""
-    first = next(iter(at.values()))
-    if first["n"] is None:
-        return f"counted: {said(first)}"
-    text = "; ".join(f"{scale}: {said(answer)}" for scale, answer in at.items())
-    tasks = {each["task"] for each in at.values() if each["task"] and each["answer"] != YES}
-    return f"{text} ({', '.join(tasks)})" if tasks else text
-
-
 def said(answer: Answer, brief: bool = False) -> str:
     """An answer as text: "yes, +5.2 (+3.1 to +7.3)"; a brief one is for the README."""
     effect, interval = _rounded(answer, "effect"), ""
@@ -223,6 +213,8 @@ def said(answer: Answer, brief: bool = False) -> str:
     if answer["images"] == "unpaired" and not brief:
         alone = "" if answer["over_seeds"] is None else f" (over seeds ±{answer['over_seeds']:.2g})"
         texts.append(f"unpaired{alone}")
+    if answer["recipes"] and not brief:
+        texts.append(f"by earlier recipes {answer['recipes']}")
     return ", ".join(filter(None, [*texts, answer["protocol"] == LATER and LATER]))
 
 
@@ -250,7 +242,6 @@ def rendered(template: str, **content: Any) -> str:
     filters: dict[str, Callable[..., Any]] = {
         "cell": lambda text: text.replace("|", "\\|"),
         "papers": papers,
-        "everywhere": everywhere,
         "said": said,
         "sentence": lambda text: f"{text[0].upper()}{text[1:].rstrip('.')}.",
         "file": lambda name: name.replace("/", "-"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
+from locality.analysis.statistics import holm
 from locality_papers.answers import COLUMNS
 from locality_papers.pages import write_all
 from locality_papers.text import said
@@ -26,6 +29,71 @@ def test_the_pages_of_the_repository_are_made_from_the_records(tmp_path):
         assert (tmp_path / path).read_text() == (ROOT / path).read_text(), path
     pictures = {path.relative_to(tmp_path) for path in tmp_path.rglob("*.png")}
     assert pictures == {path.relative_to(ROOT) for path in (ROOT / "results").rglob("*.png")}
+
+
+FALL = "Do gates of the (deeper|first) half fall"
+# Words of "Measured here" and of findings' first screen, and what they claim: data set, answer and
+# the questions that match.
+CLAIMS = {
+    "on digits (scikit-learn's, 8×8 pixels) and clothes (Fashion-MNIST) CvT is above DeiT": [
+        ("digits", "yes", "Is CvT-13 above DeiT-S?"),
+        ("fashion", "yes", "Is CvT-13 above DeiT-S?"),
+    ],
+    "5% of the images ConViT is above DeiT on digits and, in patches of 2 pixels, on clothes": [
+        ("digits", "yes", "With 5% of the images, is ConViT above DeiT?"),
+        ("fashion14", "yes", "With 5% of the images, is ConViT above DeiT?"),
+    ],
+    "on digits: masking position embeddings costs ConViT 5 points, DeiT 75": [
+        ("digits", "yes", "Does masking its position embedding cost ConViT accuracy?"),
+        ("digits", "yes", "Does masking position embeddings cost DeiT more than ConViT?"),
+    ],
+    "rise instead of falling": [("digits", "no", FALL)],
+    "masking content in them costs next to nothing": [
+        ("digits", "less", "Does masking content in "),
+        ("digits", "no", "Does masking content cost more than masking position?"),
+    ],
+    "shuffled in every image gates fall": [
+        ("digits", "yes", "Patches each in its own order: do gates fall?")
+    ],
+    "with 10,000 images DeiT is 1.5 points below it, ConViT 0.9 (not significant)": [
+        ("fashion", "no", "With 100% of the images, is DeiT above the CNN?"),
+        ("fashion", "less", "With 100% of the images, is ConViT above the CNN?"),
+    ],
+    "there gates rise, and masking content in the gated layers costs next to nothing": [
+        ("digits", "no", FALL),
+        ("digits", "less", "Does masking content in "),
+    ],
+    "the more images are shuffled, the lower": [("digits", "yes", "Are gates lower with patches")],
+}
+
+
+def recorded():
+    with (ROOT / "results/answers.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_claim_is_the_answer_of_its_data_set():
+    readme, findings = ((ROOT / page).read_text() for page in ("README.md", "docs/findings.md"))
+    text = readme.partition("## Measured here")[2] + findings.partition("## ConViT")[0]
+    text = " ".join(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text).replace("**", "").split())
+    for words, claimed in CLAIMS.items():
+        assert words in text
+        for scale, answer, start in claimed:
+            known = [of for of in recorded() if of["scale"] == scale]
+            known = [of["answer"] for of in known if re.match(start, of["question"])]
+            assert set(known) == {answer}, (words, start)
+
+
+def test_the_history_of_the_rule_is_what_the_former_family_answers():
+    lost = []
+    for papers in (True, False):
+        known = [of for of in recorded() if of["scale"] == "digits" and bool(of["where"]) == papers]
+        differ = holm([float(of["p"]) for of in known])
+        answered = [of["answer"] in ("yes", "no") for of in known]
+        lost.append(sum(a and not d for a, d in zip(answered, differ, strict=True)))
+    text = " ".join((ROOT / "docs/findings.md").read_text().split())
+    assert f"{lost[0]} of the papers' questions would be" in text
+    assert f"So would {lost[1]} of our own" in text
 
 
 @pytest.mark.parametrize(
