@@ -185,13 +185,18 @@ def _timm_maps(
 ) -> AttentionMaps:
     """The attention maps of a timm module for these arguments."""
     if isinstance(module, _FUSED):
-        q, k = _queries_and_keys(name, module, args, kwargs)
+        q, k, v = _fused_arguments(name, module, args, kwargs)
     else:
         gated = isinstance(module, GPSA)
         projected = (module.qk if gated else module.qkv)(args[0])
         # (B, N, parts·h·d) → queries and keys, (B, h, N, d)
         heads = projected.unflatten(2, (2 if gated else 3, module.num_heads, -1))
-        q, k = heads.permute(2, 0, 3, 1, 4)[:2]
+        q, k, *rest = heads.permute(2, 0, 3, 1, 4)
+        v = (
+            module.v(args[0]).unflatten(2, (module.num_heads, -1)).transpose(1, 2)
+            if gated
+            else rest[0]
+        )
     content = (q @ k.transpose(-2, -1) * module.scale).softmax(dim=-1)
     q = q * module.scale
     prefix = prefix_length(q.shape[2], grid)
@@ -201,14 +206,14 @@ def _timm_maps(
             f"patches; where patch dropout removes them, call model.eval()"
         )
     if not isinstance(module, GPSA):
-        return AttentionMaps(content, content, None, None, grid, grid, prefix, q, k)
+        return AttentionMaps(content, content, None, None, grid, grid, prefix, q, k, v)
     # timm's bias is the same for every key, so the softmax cancels it.
     v_pos = positional_vectors(module)
     assert v_pos is not None
     position = positional_attention(v_pos, grid)
     gate = module.gating_param.sigmoid()[:, None, None]
     mixed = (1 - gate) * content + gate * position
-    return AttentionMaps(mixed, content, position, gate.flatten(), grid, grid, prefix, q, k)
+    return AttentionMaps(mixed, content, position, gate.flatten(), grid, grid, prefix, q, k, v)
 
 
 class _Found(Exception):
@@ -222,25 +227,25 @@ class _Fused(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if function is scaled_dot_product_attention:
-            raise _Found(*args[:2], kwargs)
+            raise _Found(*args[:3], kwargs)
         return function(*args, **(kwargs or {}))
 
 
-def _queries_and_keys(
+def _fused_arguments(
     name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """Queries and keys of a timm module, (B, h, N, d) each."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a timm module, (B, h, N, d) each."""
     was_fused, module.fused_attn = module.fused_attn, True
     try:
         with _Fused():
             module.forward(*args, **kwargs)
     except _Found as found:
-        q, k, given = found.args
+        q, k, v, given = found.args
     finally:
         module.fused_attn = was_fused
     if given.get("attn_mask") is not None or given.get("is_causal"):
         raise UserError(f"{name} was called with an attention mask, which is not supported")
-    return q, k
+    return q, k, v
 
 
 def positional_vectors(module: nn.Module) -> Tensor | None:

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from timm.layers import DropPath, Mlp
+from timm.layers import DropPath
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from locality.layers.fast import linear
 from locality.layers.grid import Grid, hidden_width
 
 Weighted = TypeVar("Weighted", bound=nn.Module)
+Function = TypeVar("Function", bound=Callable[..., Tensor])
 
 
 def trunc_normal_init_(module: Weighted) -> Weighted:
@@ -37,12 +39,33 @@ def make_head(width: int, num_classes: int) -> nn.Module:
     return trunc_normal_init_(nn.Linear(width, num_classes))
 
 
+def make_dropout(rate: float) -> nn.Module:
+    """Dropout; identity for rate 0."""
+    return nn.Dropout(rate) if rate else nn.Identity()
+
+
+class Mlp(nn.Module):
+    """Linear, activation, linear, with timm's names and dropout after each."""
+
+    def __init__(self, dim: int, hidden: int, act_layer: type[nn.Module], drop: float) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+        self.act = act_layer()
+        self.drop1, self.drop2 = make_dropout(drop), make_dropout(drop)
+        trunc_normal_init_(self.fc1)
+        trunc_normal_init_(self.fc2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, N, C) → (B, N, C)."""
+        return self.drop2(linear(self.fc2, self.drop1(self.act(linear(self.fc1, x)))))
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), with stochastic depth.
 
     Args:
         dim: token width C.
-        attn: a module called as attn(tokens, grid).
+        attn: a module called as attn(tokens, grid, part, first).
         mlp_ratio: hidden width of the MLP over C.
         act_layer: activation between the MLP's two layers.
         norm_eps: epsilon of both LayerNorms.
@@ -68,17 +91,22 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
         self.attn = attn
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
-        self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio), act_layer=act_layer, drop=proj_drop)
-        for layer in (self.mlp.fc1, self.mlp.fc2):
-            trunc_normal_init_(layer)
+        self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio), act_layer, proj_drop)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        """(B, N, C) → (B, N, C)."""
-        return run(self, self._forward, x, grid)
+    def forward(self, x: Tensor, grid: Grid, part: Any = None, first: bool = False) -> Tensor:
+        """(B, N, C) → (B, N, C).
 
-    def _forward(self, x: Tensor, grid: Grid) -> Tensor:
-        x = x + self.drop_path(self.attn(self.norm1(x), grid))
+        Args:
+            x, grid: the tokens, and the grid of those that are patches.
+            part: what the attention needs that depends on no token, if already computed.
+            first: compute only the first token, (B, 1, C).
+        """
+        return run(self, self._forward, x, grid, part, first)
+
+    def _forward(self, x: Tensor, grid: Grid, part: Any, first: bool) -> Tensor:
+        attended = self.attn(self.norm1(x), grid, part, first)
+        x = (x[:, :1] if first else x) + self.drop_path(attended)
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
 
@@ -128,8 +156,8 @@ class AttentionMaps:
         gate: σ(λ), the weight of the positional part, (h,); None for layers without a gate.
         query_grid, key_grid: the grids of queries and keys.
         prefix_tokens: number of class tokens before the patches, in rows and columns.
-        query, key: (B, h, queries, d) and (B, h, keys, d); content scores are query @ keyᵀ (the
-            query is already scaled).
+        query, key, value: (B, h, queries, d), (B, h, keys, d) twice; content scores are query @
+            keyᵀ (the query is already scaled).
         key_stride: distance between neighbouring keys, in query tokens. CvT's keys have a coarser
             grid (CvT §3.2).
         key_offset: from the first query to the first key, in query tokens; not 0 for windows whose
@@ -145,10 +173,27 @@ class AttentionMaps:
     prefix_tokens: int
     query: Tensor
     key: Tensor
+    value: Tensor
     key_stride: tuple[float, float] = (1, 1)
     key_offset: tuple[float, float] = (0, 0)
+
+
+def each_query_alone(mix: Function) -> Function:
+    """Decorate a layer's `mix` whose result for a query depends on no other query.
+
+    Then the last block can compute the class token alone.
+    """
+    mix.each_query_alone = True  # type: ignore[attr-defined]
+    return mix
 
 
 def prefix_length(tokens: int, grid: Grid) -> int:
     """Number of tokens before the patches of `grid`: 1 with a class token, else 0."""
     return tokens - grid[0] * grid[1]
+
+
+def identity(keys: Tensor) -> Tensor:
+    """Values for keys (B, h, M, d) that make attention times values attention itself."""
+    tokens = keys.shape[2]
+    eye = torch.eye(tokens, dtype=keys.dtype, device=keys.device)
+    return eye.expand(*keys.shape[:2], tokens, tokens)

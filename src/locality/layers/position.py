@@ -19,7 +19,9 @@ Functions marked `torch.fx.wrap` are one node in a traced graph, which takes any
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,13 +31,19 @@ from torch import Tensor
 from locality.layers.grid import Grid
 
 Scores = tuple[Tensor, Tensor]
+GatedPart = tuple[Tensor, "Separable"]
+"""Of Eq. 7, what depends on no token: σ(λ), (h, 1, 1), and positional attention."""
 
 
 @torch.fx.wrap
-def attend(v_pos: Tensor, values: Tensor, grid: Grid) -> Tensor:
-    """softmax(v_pos·r) V: (h, 3) and (B, h, N, d) → (B, h, N, d)."""
-    check_grid(values, grid)
-    return Separable.of(axis_scores(in_full(v_pos), grid), values.dtype).attend(values)
+def gated_parts(
+    v_pos: Sequence[Tensor], gating: Sequence[Tensor], grid: Grid, dtype: torch.dtype
+) -> list[GatedPart]:
+    """σ(λ) and softmax(v_pos·r) of layers, in as many kernels as for one: (h, 3), (h,) each."""
+    gates = torch.stack([*gating]).sigmoid().to(dtype)[:, :, None, None]
+    scores = axis_scores(in_full(torch.stack([*v_pos])), grid)
+    factors = zip(*Separable.of(scores, dtype), strict=True)
+    return list(zip(gates, itertools.starmap(Separable, factors), strict=True))
 
 
 @torch.fx.wrap
@@ -115,6 +123,7 @@ class Separable(NamedTuple):
         rows, columns = self
         batch, heads, _, width = values.shape
         height, breadth = rows.shape[-1], columns.shape[-1]
+        check_grid(values, (height, breadth))
         # Heads first, so that each factor multiplies the whole batch in one product per head.
         # Columns before rows leaves the tokens row-major without a final copy.
         v = values.unflatten(2, (height, breadth)).permute(1, 3, 2, 0, 4)

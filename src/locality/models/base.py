@@ -20,8 +20,8 @@ from locality.models.timm_interface import TimmInterface
 class ImageClassifier(TimmInterface):
     """A classifier of images (B, C, H, W), with timm's interface.
 
-    Subclasses define `forward_features`, `faster_features`, `truncate`, `feature_info` and
-    `group_matcher`, and set `norm`, `head` and `head_drop`. p is the number of class tokens (0, 1).
+    Subclasses define `forward_features`, `truncate`, `feature_info` and `group_matcher`, and set
+    `norm`, `head` and `head_drop`. p is the number of class tokens (0, 1).
 
     Attributes:
         config: the complete architecture, a frozen dataclass.
@@ -29,7 +29,9 @@ class ImageClassifier(TimmInterface):
         num_features: width of the final features; also `embed_dim` and `head_hidden_size`.
         num_prefix_tokens: p of the final tokens.
         pretrained_cfg: timm's data configuration; set by `create_model` and `load`.
-        shortcuts: compute `forward` by `faster_features`; set by training and `fuse`.
+        shortcuts: compute the positional attention of all layers at once, and in `forward` only
+            the class token of the last block if the classifier reads no other; set by training and
+            `fuse`.
     """
 
     pretrained_cfg: dict[str, Any]
@@ -47,15 +49,18 @@ class ImageClassifier(TimmInterface):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) → logits (B, num_classes)."""
-        features = self.faster_features if self.shortcuts else self.forward_features
-        return self.forward_head(features(x))
+        token = self.num_prefix_tokens > 0 and self.config.global_pool == "token"
+        return self.forward_head(self.forward_features(x, first=token and self.shortcuts))
 
-    def forward_features(self, x: Tensor, maps: list[Tensor] | None = None) -> Tensor:
+    def forward_features(
+        self, x: Tensor, maps: list[Tensor] | None = None, first: bool = False
+    ) -> Tensor:
         """(B, C, H, W) → normalised tokens (B, p + N, width), the class token first.
 
         Args:
             x: images.
             maps: if given, the tokens of each feature map are appended to it.
+            first: return the class token alone, (B, 1, width).
         """
         raise NotImplementedError
 
@@ -68,19 +73,11 @@ class ImageClassifier(TimmInterface):
         x = self.head_drop(x)
         return x if pre_logits else self.head(x)
 
-    def faster_features(self, x: Tensor) -> Tensor:
-        """`forward_features`, or only its class token if the classifier reads no other.
-
-        It takes the shortcuts of `layers/fast.py`: modules inside blocks are not called, so hooks
-        on them are not either. Gradients agree too.
-        """
-        raise NotImplementedError
-
     def fuse(self) -> Self:
         """A faster copy for evaluation, with the same logits up to rounding.
 
-        It takes the shortcuts of `faster_features`, and merges layers (`fast.fold`). The copy
-        cannot train; load weights before fusing.
+        It takes `shortcuts` and merges layers (`fast.fold`). The copy cannot train; load weights
+        before fusing.
         """
         fused = copy.deepcopy(self).eval().requires_grad_(False)
         fast.fold(fused)

@@ -17,28 +17,35 @@ learns a gate λ, 1 at first, and v_pos. With `conv_init` v_pos starts as −α 
 makes softmax(v_pos·r) a Gaussian around Δ, the head's place in a kernel of ⌊√h⌋×⌊√h⌋ patches; α is
 `locality_strength` (Eq. 5).
 
-`layers/position.py` computes softmax(v_pos·r) V without an N×N matrix; `attention_maps` returns the
-matrices, for inspection. `forward` below is the definition. Training and `fuse()` take an
-equivalent, faster path (`layers/fast.py`), which need not be read to understand the model.
+A layer's formula is its `mix`, whatever computes it. `layers/position.py` computes
+softmax(v_pos·r) V without an N×N matrix; `attention_maps` returns the matrices, for inspection.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from locality.layers import fast, position
-from locality.layers.block import AttentionMaps, Block, make_head, prefix_length, trunc_normal_init_
+from locality.layers.block import (
+    AttentionMaps,
+    Block,
+    each_query_alone,
+    identity,
+    make_dropout,
+    make_head,
+    prefix_length,
+    trunc_normal_init_,
+)
 from locality.layers.grid import Grid, check_heads
 from locality.models import base
 from locality.models.base import ImageClassifier
 from locality.models.config import ViTConfig
-
-MixedMaps = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class SelfAttention(nn.Module):
@@ -62,37 +69,55 @@ class SelfAttention(nn.Module):
         self.dim, self.num_heads = dim, num_heads
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.proj = nn.Linear(dim, dim)
-        self.proj_drop = nn.Dropout(proj_drop)
+        self.proj_drop = make_dropout(proj_drop)
         trunc_normal_init_(self.qkv)
         trunc_normal_init_(self.proj)
 
-    def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        """(B, N, C) → (B, N, C)."""
-        heads = self.mix(*self.split_heads(self.qkv(x)), grid)
-        return self.proj_drop(self.proj(heads.transpose(1, 2).flatten(2)))
+    def forward(self, x: Tensor, grid: Grid, part: Any = None, first: bool = False) -> Tensor:
+        """(B, N, C) → (B, N, C), or (B, 1, C) of the first token; see `Block.forward`."""
+        if first and hasattr(self.mix, "each_query_alone"):
+            q = fast.linear(self.qkv, x[:, :1], slice(self.dim))
+            k, v = fast.linear(self.qkv, x, slice(self.dim, None)).split(self.dim, dim=-1)
+        else:
+            q, k, v = fast.linear(self.qkv, x).split(self.dim, dim=-1)
+        q, k, v = map(self.split_heads, (q, k, v))
+        heads = self.mix(q, k, v, grid, part)
+        heads = heads[:, :, :1] if first else heads
+        return self.proj_drop(fast.linear(self.proj, heads.transpose(1, 2).flatten(2)))
 
-    def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, N, 3C) → queries, keys and values, (B, h, N, d) each."""
-        q, k, v = qkv.split(self.dim, dim=-1)
-        q, k, v = (part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in (q, k, v))
-        return q, k, v
+    def split_heads(self, x: Tensor) -> Tensor:
+        """(B, N, C) → (B, h, N, d)."""
+        return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        """Attention times values, (B, h, N, d) → (B, h, N, d)."""
-        return F.scaled_dot_product_attention(q, k, v)  # softmax(QKᵀ/√d) V
+    @each_query_alone
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, part: Any = None) -> Tensor:
+        """Attention times values, (B, h, N, d) → (B, h, N, d).
+
+        Args:
+            q, k, v: queries, keys and values. As values, the identity gives attention itself.
+            grid: of the patches among the tokens.
+            part: this layer's of `parts`; computed if None.
+        """
+        return fast.attend(q, k, v)  # softmax(QKᵀ/√d) V
+
+    @staticmethod
+    def parts(layers: Sequence[Any], grid: Grid, dtype: torch.dtype) -> Sequence[Any]:
+        """What `mix` of layers of this class needs that depends on no token, for all at once."""
+        return [None] * len(layers)
 
     def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
         """The attention that `forward(x, grid)` uses, and its parts."""
-        q, k, _ = self.split_heads(self.qkv(x))
+        q, k, v = map(self.split_heads, self.qkv(x).split(self.dim, dim=-1))
+        mixed = self.mix(q, k, identity(k), grid)
         q = q / math.sqrt(q.shape[-1])
-        scores = q @ k.transpose(-2, -1)
-        content, prefix = scores.softmax(dim=-1), prefix_length(x.shape[1], grid)
-        mixed, positional, gate = self.mix_maps(scores, content, grid)
-        return AttentionMaps(mixed, content, positional, gate, grid, grid, prefix, q, k)
+        positional, gate = self.positional_maps(grid)
+        content = mixed if positional is None else (q @ k.transpose(-2, -1)).softmax(dim=-1)
+        prefix = prefix_length(x.shape[1], grid)
+        return AttentionMaps(mixed, content, positional, gate, grid, grid, prefix, q, k, v)
 
-    def mix_maps(self, scores: Tensor, content: Tensor, grid: Grid) -> MixedMaps:
-        """The attention used, its positional part and gates, from QKᵀ/√d and its softmax."""
-        return content, None, None
+    def positional_maps(self, grid: Grid) -> tuple[Tensor | None, Tensor | None]:
+        """Positional attention, (h, N, N), and gates, (h,), if any."""
+        return None, None
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, num_heads={self.num_heads}"
@@ -139,13 +164,12 @@ class PositionalSelfAttention(SelfAttention):
             if self.zeroes_content:
                 nn.init.zeros_(queries_and_keys)
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, part: Any = None) -> Tensor:
         """Eq. 4 times values, (B, h, N, d) → (B, h, N, d) with N = H·W."""
         return position.attend_jointly(q, k, v, self.v_pos, grid)
 
-    def mix_maps(self, scores: Tensor, content: Tensor, grid: Grid) -> MixedMaps:
-        mixed = (scores + position.positional_scores(self.v_pos, grid)).softmax(dim=-1)
-        return mixed, position.positional_attention(self.v_pos, grid), None
+    def positional_maps(self, grid: Grid) -> tuple[Tensor | None, Tensor | None]:
+        return position.positional_attention(self.v_pos, grid), None
 
 
 class GatedPositionalSelfAttention(PositionalSelfAttention):
@@ -177,18 +201,20 @@ class GatedPositionalSelfAttention(PositionalSelfAttention):
         super().__init__(dim, num_heads, qkv_bias, proj_drop, locality_strength, conv_init)
         self.gating = nn.Parameter(torch.full((num_heads,), float(gating_init)))
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, part: Any = None) -> Tensor:
         """Eq. 7 times values, (B, h, N, d) → (B, h, N, d) with N = H·W."""
-        gate = self.gating.sigmoid().to(v.dtype)[:, None, None]  # σ(λ)
-        content = F.scaled_dot_product_attention(q, k, v)  # softmax(QKᵀ/√d) V
-        positional = position.attend(self.v_pos, v, grid)  # softmax(v_pos·r) V
-        return (1 - gate) * content + gate * positional
+        gate, positional = part or self.parts([self], grid, v.dtype)[0]
+        content = fast.attend(q, k, v)  # softmax(QKᵀ/√d) V
+        # (1 − gate) · content + gate · position, in one pass over memory instead of three
+        return torch.lerp(content, positional.attend(v), gate)
 
-    def mix_maps(self, scores: Tensor, content: Tensor, grid: Grid) -> MixedMaps:
-        gate = self.gating.sigmoid()[:, None, None]
-        positional = position.positional_attention(self.v_pos, grid)
-        mixed = (1 - gate) * content + gate * positional  # Eq. 7 as printed
-        return mixed, positional, gate.flatten()
+    @staticmethod
+    def parts(layers: Sequence[Any], grid: Grid, dtype: torch.dtype) -> Sequence[Any]:
+        v_pos, gating = zip(*((layer.v_pos, layer.gating) for layer in layers), strict=True)
+        return position.gated_parts(v_pos, gating, grid, dtype)
+
+    def positional_maps(self, grid: Grid) -> tuple[Tensor | None, Tensor | None]:
+        return position.positional_attention(self.v_pos, grid), self.gating.sigmoid()
 
 
 class VisionTransformer(ImageClassifier):
@@ -222,15 +248,25 @@ class VisionTransformer(ImageClassifier):
         self.head_drop = nn.Dropout(config.drop_rate)
         self.head = make_head(width, config.num_classes)
 
-    def forward_features(self, x: Tensor, maps: list[Tensor] | None = None) -> Tensor:
+    def forward_features(
+        self, x: Tensor, maps: list[Tensor] | None = None, first: bool = False
+    ) -> Tensor:
         x, grid = self.embed(x)
-        for index, block in enumerate(self.blocks):
-            x = block(self.join_class_token(x, index), grid)
+        parts = self.parts(x, grid) if self.shortcuts else [None] * len(self.blocks)
+        for index, (block, part) in enumerate(zip(self.blocks, parts, strict=True)):
+            x = self.join_class_token(x, index)
+            x = block(x, grid, part, first and index == len(self.blocks) - 1)
             if maps is not None:
                 maps.append(x)
         return self.norm(x)
 
-    faster_features = fast.vit  # the same, with the positional factors of all layers in one go
+    def parts(self, x: Tensor, grid: Grid) -> list[Any]:
+        """For each layer, what its attention needs that depends on no token; in few kernels."""
+        device = x.device.type
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
+        kinds: Any = itertools.groupby((block.attn for block in self.blocks), type)
+        return [part for kind, layers in kinds for part in kind.parts([*layers], grid, dtype)]
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
         """(B, C_in, H_in, W_in) → embedded patches, (B, N, C), and their grid."""

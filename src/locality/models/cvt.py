@@ -32,7 +32,10 @@ from locality.layers import fast
 from locality.layers.block import (
     AttentionMaps,
     Block,
+    each_query_alone,
     frozen_statistics,
+    identity,
+    make_dropout,
     make_head,
     trunc_normal_init_,
 )
@@ -152,14 +155,18 @@ class Projection(nn.Module):
         """The grid of the projections of tokens on `grid`."""
         return projected_grid(grid, self.projection, *self.window)
 
-    def forward(self, x: Tensor, image: Tensor) -> Tensor:
+    def forward(self, x: Tensor, image: Tensor, first: bool = False) -> Tensor:
         """Tokens (B, p + N, C) → projections (B, p + N', C).
 
         Args:
             x: the tokens.
             image: their patches as an image (B, C, H, W), shared by queries, keys and values.
+            first: compute only the class token, (B, 1, C).
         """
-        return self.linear(self.convolve(x, image))
+        # In training, all patches are convolved: BatchNorm needs their statistics, and
+        # data-parallel training needs every parameter in the graph.
+        mixed = x if first and not self.training else self.convolve(x, image)
+        return fast.linear(self.linear, mixed[:, :1] if first else mixed)
 
     def convolve(self, x: Tensor, image: Tensor) -> Tensor:
         """The input of the linear layer: convolved patches (Eq. 2) and the class token."""
@@ -213,14 +220,25 @@ class ConvolutionalAttention(nn.Module):
         self.q = Projection(dim, projection, kernel_size, 1, qkv_bias, None, class_token)
         self.k, self.v = Projection(dim, *kv), Projection(dim, *kv)
         self.proj = trunc_normal_init_(nn.Linear(dim, dim))
-        self.proj_drop = nn.Dropout(proj_drop)
+        self.proj_drop = make_dropout(proj_drop)
 
-    def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        """(B, p + N, C) → (B, p + N, C)."""
+    def forward(self, x: Tensor, grid: Grid, part: None = None, first: bool = False) -> Tensor:
+        """(B, p + N, C) → (B, p + N, C), or (B, 1, C) of the class token; see `Block.forward`."""
         image = self.image(x, grid)
-        q, k, v = (self.split_heads(part(x, image)) for part in (self.q, self.k, self.v))
-        heads = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
-        return self.proj_drop(self.proj(heads.transpose(1, 2).flatten(2)))
+        alone = first and hasattr(self.mix, "each_query_alone")
+        projected = self.q(x, image, alone), self.k(x, image), self.v(x, image)
+        q, k, v = map(self.split_heads, projected)
+        heads = self.mix(q, k, v, grid, part)
+        heads = heads[:, :, :1] if first else heads
+        return self.proj_drop(fast.linear(self.proj, heads.transpose(1, 2).flatten(2)))
+
+    @each_query_alone
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, part: None = None) -> Tensor:
+        """softmax(s·QKᵀ) V: (B, h, N, d), (B, h, N', d) twice → (B, h, N, d).
+
+        As values, the identity gives attention itself. `part` is for other attention.
+        """
+        return F.scaled_dot_product_attention(q, k, v, scale=self.scale)
 
     def image(self, x: Tensor, grid: Grid) -> Tensor:
         """The patches of (B, p + N, C) as a dense channels-last image."""
@@ -234,12 +252,12 @@ class ConvolutionalAttention(nn.Module):
         """The attention that `forward(x, grid)` uses; BatchNorm's statistics are not updated."""
         image = self.image(x, grid)
         with frozen_statistics(self):
-            q, k = (self.split_heads(part(x, image)) for part in (self.q, self.k))
-        q = q * self.scale
-        content = (q @ k.transpose(-2, -1)).softmax(dim=-1)
+            q, k, v = (self.split_heads(part(x, image)) for part in (self.q, self.k, self.v))
+        mixed = self.mix(q, k, identity(k), grid)
         grids, prefix = (grid, self.k.grid(grid)), int(self.class_token)
         centres = ((self.k.stride,) * 2, (self.k.offset,) * 2)
-        return AttentionMaps(content, content, None, None, *grids, prefix, q, k, *centres)
+        q = q * self.scale
+        return AttentionMaps(mixed, mixed, None, None, *grids, prefix, q, k, v, *centres)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, num_heads={self.num_heads}, scale={self.scale:.4g}"
@@ -277,21 +295,18 @@ class Stage(nn.Module):
             attention = ConvolutionalAttention(width, config.num_heads, *windows, *scaled)
             self.blocks.append(Block(width, attention, mlp_ratio, act, _EPS, drop, step * index))
 
-    def forward(self, image: Tensor, grid: Grid) -> Tensor:
-        """(B, C_in, H_in, W_in) → tokens (B, p + N, C) on `grid`."""
-        x = self.embed_tokens(image, grid)
-        for block in self.blocks:
-            x = block(x, grid)
-        return x
-
-    def embed_tokens(self, image: Tensor, grid: Grid) -> Tensor:
-        """(B, C_in, H_in, W_in) → input tokens of the first block, (B, p + N, C)."""
+    def forward(self, image: Tensor, grid: Grid, first: bool = False) -> Tensor:
+        """(B, C_in, H_in, W_in) → tokens (B, p + N, C) on `grid`, or the class token alone."""
         x = self.embed(image)
         if not self.blocks:  # a stage of the convolutional stem
             x = F.gelu(x)
         if self.pos_embed is not None:
             x = x + base.position_embedding(self.pos_embed, self.native_grid, grid)
-        return x if self.cls_token is None else base.prepend_class_token(self.cls_token, x)
+        if self.cls_token is not None:
+            x = base.prepend_class_token(self.cls_token, x)
+        for index, block in enumerate(self.blocks):
+            x = block(x, grid, None, first and index == len(self.blocks) - 1)
+        return x
 
 
 class ConvolutionalVisionTransformer(ImageClassifier):
@@ -313,16 +328,16 @@ class ConvolutionalVisionTransformer(ImageClassifier):
         self.head_drop = nn.Dropout(config.drop_rate)
         self.head = make_head(width, config.num_classes)
 
-    def forward_features(self, x: Tensor, maps: list[Tensor] | None = None) -> Tensor:
+    def forward_features(
+        self, x: Tensor, maps: list[Tensor] | None = None, first: bool = False
+    ) -> Tensor:
         grids = self.token_grids(x)
         for index, stage in enumerate(self.stages):
             image = x if index == 0 else tokens_to_image(x, grids[index - 1])
-            x = stage(image, grids[index])
+            x = stage(image, grids[index], first and index == len(self.stages) - 1)
             if maps is not None:
                 maps.append(x)
         return self.norm(x)
-
-    faster_features = fast.cvt
 
     def truncate(self, maps: int) -> dict[str, Any]:
         token = self.config.has_class_token and maps == len(self.stages)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from locality.errors import UnknownSetting, UserError, wrap_errors
+from locality.layers.block import switched
 from locality.models.base import ImageClassifier
 from locality.models.config import Architecture, CvTConfig, TimmConfig, ViTConfig, to_2tuple
 from locality.models.convit import VisionTransformer
@@ -41,7 +42,9 @@ class TimmModel(ImageClassifier):
         """(B, C, H, W) → logits (B, num_classes)."""
         return self.model(x)
 
-    def forward_features(self, x: Tensor, maps: list[Tensor] | None = None) -> Tensor:
+    def forward_features(
+        self, x: Tensor, maps: list[Tensor] | None = None, first: bool = False
+    ) -> Tensor:
         """(B, C, H, W) → timm's features, a map or tokens."""
         return self.model.forward_features(x)
 
@@ -150,8 +153,8 @@ def count_macs(model: ImageClassifier, img_size: int | tuple[int, int] | None = 
         images = torch.zeros(1, model.in_chans, *size)
     wrong = f"{model.variant} cannot take images of {size[0]}×{size[1]} pixels"
     counter = FlopCounterMode(display=False)
-    training = counted.training
-    with torch.no_grad(), counter, wrap_errors(wrong, RuntimeError):
+    training, plain = counted.training, switched(counted, shortcuts=False)
+    with torch.no_grad(), plain, counter, wrap_errors(wrong, RuntimeError):
         counted.eval().forward_head(counted.forward_features(images))
     counted.train(training)
     return counter.get_total_flops() // 2
