@@ -1,5 +1,10 @@
 """Fractions are balanced, nested and seeded; splits are stratified."""
 
+import os
+import re
+import shutil
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -179,6 +184,47 @@ def test_copies_stay_on_one_side_of_a_split(tmp_path, image_file, seed):
         train, val = pictures_of(splits.train), pictures_of(splits.val)
         assert train and val and not train & val
         assert settings or len(splits.train) + len(splits.val) == 40
+
+
+def subjects_on_both_sides(splits, pattern):
+    ours, theirs = (
+        {re.search(pattern, os.path.basename(source.describe(index)))[1] for index in range(n)}
+        for source, n in ((splits.train, len(splits.train)), (splits.val, len(splits.val)))
+    )
+    assert ours and theirs
+    return ours & theirs
+
+
+@pytest.mark.parametrize("settings", [{}, {"fold": (1, 3)}, {"split_seed": 7}])
+@pytest.mark.parametrize("kind", ["folder", "table"])
+def test_a_group_stays_on_one_side_of_a_split(kind, settings, tmp_path, image_file):
+    rows = ["image,label,person"]
+    for seed in range(60):
+        name = f"{'ab'[seed % 2]}/p{seed // 4}_{seed}.png"
+        image_file(tmp_path / name, seed=seed)
+        rows.append(f"{name},{name[0]},number {seed // 4}")
+    shutil.copy(tmp_path / "a/p0_0.png", tmp_path / "a/p9_copy.png")  # joins two groups
+    rows.append("a/p9_copy.png,a,number 9")
+    (tmp_path / "labels.csv").write_text("\n".join(rows))
+    pattern, root = "^(p[0-9]+)_", str(tmp_path)
+    data = DataConfig(kind, root, **{"val_fraction": 0.3, **settings})
+    assert len(subjects_on_both_sides(open_data(data, 0), pattern)) > 5
+    group = {"group_by": pattern} if kind == "folder" else {"group_column": "Person"}
+    splits = open_data(replace(data, **group), 0)
+    assert not subjects_on_both_sides(splits, pattern)
+    assert splits.val.groups is not None and not {*splits.val.groups} & {*splits.train.groups}
+    if kind == "table":
+        group = {"group_column": "person", "group_by": "number ([0-9])"}
+        assert not subjects_on_both_sides(open_data(replace(data, **group), 0), "^p([0-9])")
+        with pytest.raises(UserError, match="no column 'colour'"):
+            open_data(replace(data, group_column="colour"), 0)
+    else:
+        with pytest.raises(UserError, match="is not in any name, such as p"):
+            open_data(replace(data, group_by="person"), 0)
+        with pytest.raises(UserError, match=r"no columns; give data\.group_by"):
+            open_data(replace(data, group_column="person"), 0)
+    with pytest.raises(UserError, match="not a regular expression"):
+        replace(data, group_by="(")
 
 
 def test_copies_among_many_files_are_found_by_their_bytes(

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -68,8 +69,44 @@ def test_copies_in_other_formats_are_listed(train_val):
         image.save(train_val / "train/cat/again.bmp")
         image.save(train_val / "val/bee/again.tif")
     result = report(train_val)
-    assert (len(result.duplicates), result.ok) == (1, False)
+    assert (len(result.conflicts), len(result.copies), result.ok) == (1, 1, False)
+    assert "002.png (cat) = " in str(result.lines()) and "again.tif (bee)" in str(result.lines())
     assert report(train_val / "train").ok  # a split keeps copies together
+
+
+def near(image, path, crop=2):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    box = (crop, crop, image.width - crop, image.height - crop)
+    image.crop(box).resize((80, 60)).save(path, quality=60)
+
+
+def test_near_copies_on_both_sides_of_a_split_are_counted(tmp_path):
+    for seed in range(8):
+        noise = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+        image = Image.fromarray(noise).resize((160, 120), Image.Resampling.BICUBIC)
+        for part, count in (("train", 8), ("val", 3)):
+            if seed < count:
+                near(image, tmp_path / part / "ab"[seed % 2] / f"{seed}.jpg", crop=len(part) - 3)
+    said = "\n".join(report(tmp_path).lines())
+    assert "3 of 3 validation images nearly equal" in said and "--data.group_by" in said
+    shutil.rmtree(tmp_path / "val")
+    image_folder = tmp_path / "train"
+    assert "nearly" not in "\n".join(report(image_folder).lines())
+
+
+@pytest.mark.parametrize("settings", [{"on_bad_image": "error"}, {"max_bad_images": 1}, {}])
+def test_a_dry_run_finds_training_images_that_would_end_the_run(
+    settings, tmp_path, class_folders, cli
+):
+    class_folders(tmp_path / "photos", {"a": 20, "b": 20})
+    bad = open_data(DataConfig("folder", str(tmp_path / "photos"), val_fraction=0.1), 0).train
+    for index in (1, 27):
+        Path(bad.describe(index)).write_bytes(b"")
+    words = [f"--data.{name}={value}" for name, value in settings.items()]
+    printed = cli("train", tmp_path / "photos", "--dry_run", *words, code=2 if words else 0)
+    said = printed.err + printed.out
+    assert f"2 of 36 training images cannot be read: '{bad.describe(1)}'" in said
+    assert ("they are left out" in said) == (not words)
 
 
 @pytest.mark.parametrize(("size", "said"), [((9, 9), ""), ((9, 3), "67%"), ((2, 12), "83%")])
@@ -89,7 +126,7 @@ def test_validation_images_that_cannot_be_read_are_named(tmp_path, class_folders
     class_folders(tmp_path, {"a": 40, "b": 40})
     data = DataConfig("folder", str(tmp_path), val_fraction=0.5)
     source, before = open_data(data, 0).val, list(warnings.filters)
-    assert "all 40 validation" in verify(source)
+    assert verify(source)[0] == ["all 40 validation images can be decoded"]
     assert list(warnings.filters) == before
     for index in (1, 27):
         Path(source.describe(index)).write_bytes(b"")
@@ -110,11 +147,11 @@ def test_unused_bits_are_named(tmp_path, monkeypatch, most, ok):
     said = "\n".join(found.lines())
     assert found.ok == ok and (f"--data.grey_bits {bits}" in said) == (bits < 16)
     with contextlib.nullcontext() if ok else pytest.raises(UserError, match=r"--data\.grey_bits 8"):
-        assert (f"--data.grey_bits {bits}" in verify(open_data(data, 0).val)) == (bits < 16)
+        assert (f"--data.grey_bits {bits}" in str(verify(open_data(data, 0).val)[0])) == (bits < 16)
     monkeypatch.setattr(datasets, "MAX_DECODED", 1)
     if not ok:
         with pytest.raises(UserError):
             verify(open_data(data, 0).val)
     read = replace(data, grey_bits=bits)
     assert report(tmp_path, grey_bits=bits).ok
-    assert "grey_bits" not in verify(open_data(read, 0).val)
+    assert "grey_bits" not in str(verify(open_data(read, 0).val)[0])

@@ -48,7 +48,7 @@ _CLASSES = 20  # maximum number of classes in printed tables
 _RESTRICTIONS = "part fraction train_part val_part fold"
 _WHOLE = {f"data.{name}": getattr(DataConfig(), name) for name in _RESTRICTIONS.split()}
 _READING = {"dataset", "allow_outside", "grey_bits", "exif"}
-_READING |= {"label", "image_column", "label_column"}
+_READING |= {"label", "image_column", "label_column", "group_column", "group_by"}
 _IMAGES = "files or folders; a run's validation images by default"
 
 

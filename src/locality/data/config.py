@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from msgspec import Meta
 
 from locality import checks
-from locality.errors import UserError
+from locality.errors import UserError, wrap_errors
 from locality.files import read_yaml
 from locality.settings import check, setting
 
@@ -94,6 +94,10 @@ class DataConfig:
         image_column: image column of an `arrow` dataset, if several qualify, or of a `table`, by
             name or, if it has no heading, number from 1; "image" by default.
         label_column: the same for labels.
+        group_column: column of an `arrow` dataset or `table` that names an image's group, such as
+            its subject; a split keeps a group on one side.
+        group_by: regular expression that finds the group in that column, or else in the file's
+            name: '([^_]+)_' is what stands before the first underscore.
         allow_outside: read images outside the folder that a `table` or `arrow` dataset refers to.
             Off by default: they could be any file on this machine.
         workers: processes that load images; 0 loads in the training process.
@@ -118,6 +122,8 @@ class DataConfig:
     label: Literal["top", "parent", "path"] = "top"
     image_column: str | None = None
     label_column: str | None = None
+    group_column: str | None = None
+    group_by: str | None = None
     allow_outside: bool = False
     workers: checks.UpTo4096 = setting(0, "execution")
 
@@ -130,6 +136,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         checks.one_of("dataset", self.dataset, DATASETS)
         check(self)
+        with wrap_errors(f"group_by is {self.group_by!r}, not a regular expression", re.error):
+            re.compile(self.group_by or "")
         for name in ("part", "train_part", "val_part"):
             if (part := getattr(self, name)) and part[0] >= part[1]:
                 raise UserError(f"{name} is {part}; give two fractions, the smaller first")

@@ -10,6 +10,7 @@ import contextlib
 import gzip
 import os
 import pkgutil
+import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,9 @@ import numpy as np
 import numpy.typing as npt
 import torchvision
 from huggingface_hub.utils import WeakFileLock
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+from scipy.spatial.distance import cdist
 from tqdm import tqdm
 
 from locality.data.config import DATASETS, DataConfig
@@ -40,6 +44,7 @@ from locality.data.sources import (
     FileSource,
     ImageSource,
     examine,
+    first_equal,
     imbalance,
 )
 from locality.errors import UserError, printable, some, wrap_errors
@@ -72,7 +77,9 @@ def open_data(
     check_root(config)
     row = DATASETS[config.dataset]
     opener = pkgutil.resolve_name(f"locality.data.{row['opener']}")
-    classes, train, val = _ordered(opener(config), names, custom="images" not in row)
+    opened = opener(config)
+    _set_groups(config, [source for source in opened[1:] if source is not None])
+    classes, train, val = _ordered(opened, names, custom="images" not in row)
     if config.part != (0.0, 1.0):
         train = train.subset(class_slice(train.labels, config.part, _PART_SEED))
         val = val and val.subset(class_slice(val.labels, config.part, _PART_SEED))
@@ -145,12 +152,45 @@ def _slice(source: ImageSource, part: tuple[float, float], seed: int) -> Indices
     return _choose(source, lambda labels: class_slice(labels, part, seed))
 
 
+def _set_groups(config: DataConfig, sources: Sequence[ImageSource]) -> None:
+    """Number the images' groups, the same in training and validation."""
+    if config.group_column is None and config.group_by is None:
+        return
+    numbers: dict[str, int] = {}
+    groups, found, name = list[set[int]](), 0, ""
+    for source in sources:
+        if source.group_names is None and config.group_column is not None:
+            raise UserError(f"dataset '{config.dataset}' has no columns; give data.group_by")
+        names = (os.path.basename(source.describe(index)) for index in range(len(source)))
+        matches = [
+            re.search(config.group_by or ".*", name := each, re.DOTALL)
+            for each in source.group_names or names
+        ]
+        found += len(matches) - matches.count(None)
+        keys = [
+            f"alone {index}" if match is None else f"in {(match.groups() or (match[0],))[0]}"
+            for index, match in enumerate(matches)
+        ]
+        own = [numbers.setdefault(key, len(numbers)) for key in keys]
+        source.groups = np.array(own, np.int64)
+        groups.append({*own})
+    if not found:
+        raise UserError(f"data.group_by {config.group_by!r} is not in any name, such as {name}")
+    if len(groups) > 1 and (both := groups[0] & groups[1]):
+        log_once(f"{len(both):,} groups have images both in training and in validation")
+
+
 def _choose(source: ImageSource, choice: Callable[[Indices], Indices]) -> Indices:
-    """Choose images by their labels; copies of an image go with it."""
+    """Choose images by their labels; copies of an image and the rest of its group go with it."""
     originals = source.originals()
-    distinct = np.unique(originals)
-    if copies := len(source) - len(distinct):
+    if copies := len(source) - len(np.unique(originals)):
         log_once(f"{copies:,} of {len(source):,} images are copies; a split keeps them together")
+    if source.groups is not None:
+        rows, columns = np.arange(len(source)), first_equal(source.groups)
+        pairs = np.concatenate([rows, rows]), np.concatenate([originals, columns])
+        links = coo_array((np.ones(2 * len(source)), pairs), shape=(len(source),) * 2)
+        originals = first_equal(connected_components(links, directed=False)[1])
+    distinct = np.unique(originals)
     chosen = distinct[choice(source.labels[distinct])]
     return np.flatnonzero(np.isin(originals, chosen))
 
@@ -159,6 +199,9 @@ def _choose(source: ImageSource, choice: Callable[[Indices], Indices]) -> Indice
 
 # One processor decodes this many images of ImageNet's size in half a minute.
 MAX_DECODED = 5_000
+MAX_COMPARED = 2_000
+"""Up to so many training images are decoded and compared before a run that shrinks them."""
+_NEAR, _MOST_PAIRS = 3, 50_000_000
 
 
 @dataclass
@@ -172,6 +215,9 @@ class CheckReport:
         bad_files: files that cannot be decoded, path → reason.
         empty_classes: classes without images, per split.
         duplicates: (training file, validation file) with the same content.
+        conflicts: (file, class, file, class) with the same content and different classes.
+        copies: (file, file) with the same content, of one split and class.
+        near: what near-duplicates cross the split, see `near_copies`.
         sizes: minimum, 5%, median, 95% and maximum of "width" and "height" in pixels.
         cropped: mean share of an image's pixels outside its largest centre square.
         greys: advice on 16-bit greys that leave bits unused, if any.
@@ -185,6 +231,9 @@ class CheckReport:
     bad_files: dict[str, str] = field(default_factory=dict)
     empty_classes: dict[str, list[str]] = field(default_factory=dict)
     duplicates: list[tuple[str, str]] = field(default_factory=list)
+    conflicts: list[tuple[str, str, str, str]] = field(default_factory=list)
+    copies: list[tuple[str, str]] = field(default_factory=list)
+    near: str = ""
     sizes: dict[str, list[int]] = field(default_factory=dict)
     cropped: float = 0.0
     greys: str = ""
@@ -197,6 +246,7 @@ class CheckReport:
         return not (
             self.bad_files
             or self.duplicates
+            or self.conflicts
             or any(self.empty_classes.values())
             or not any(self.images.values())
             or self.black
@@ -217,17 +267,21 @@ class CheckReport:
             if names:
                 text.append(f"classes of {part} without images ({len(names)}): {some(names, most)}")
         faults = {
+            "equal images of two classes": [
+                f"{one} ({own}) = {two} ({other})" for one, own, two, other in self.conflicts
+            ],
             "files that cannot be decoded": [f"{p}: {why}" for p, why in self.bad_files.items()],
             "validation images that are also training images": [
                 f"{val} = {train}" for train, val in self.duplicates
             ],
+            "copies": [f"{one} = {two}" for one, two in self.copies],
         }
         for what, items in faults.items():
             if items:
                 text += [f"{what} ({len(items):,}):", *(f"  {item}" for item in items[:most])]
             if len(items) > most:
                 text.append(f"  … and {len(items) - most:,} more")
-        text.append(imbalance(self.counts))
+        text += [self.near, imbalance(self.counts)]
         text.append("nothing is wrong" if self.ok else "this folder needs attention")
         return [printable(line) for line in text if line]
 
@@ -251,8 +305,8 @@ def check(
     parts = {"train": splits.train, "val": splits.val}
     parts = {"all": splits.train} if splits.train is splits.val else parts
     report.classes = len(splits.classes)
-    good: list[Examined] = []
-    trained: dict[int, str] = {}
+    good: dict[str, list[Examined]] = {part: [] for part in parts}
+    seen: dict[int, tuple[str, str, str]] = {}
     for part, source in parts.items():
         report.images[part] = len(source)
         by_class = source.counts(splits.classes)
@@ -264,55 +318,95 @@ def check(
             if image.fault:
                 report.bad_files[path] = image.fault
                 continue
-            good.append(image)
-            if part == "train":
-                trained.setdefault(image.digest, path)
-            elif image.digest in trained:
-                report.duplicates.append((trained[image.digest], path))
-    report.greys, report.black = _unused_bits(good)
-    if good:
-        report.cropped = float(np.mean([cropped_share(x.width, x.height) for x in good]))
-    for side in ("width", "height") if good else ():
-        sides = [getattr(image, side) for image in good]
+            good[part].append(image)
+            label = splits.classes[source.labels[index]]
+            if image.digest not in seen:
+                seen[image.digest] = path, label, part
+                continue
+            first, other, where = seen[image.digest]
+            if label != other:
+                report.conflicts.append((first, other, path, label))
+            elif part != where:
+                report.duplicates.append((first, path))
+            else:
+                report.copies.append((first, path))
+    if "val" in good:
+        report.near = near_copies(good["train"], good["val"])
+    every = [image for images in good.values() for image in images]
+    report.greys, report.black = _unused_bits(every)
+    if every:
+        report.cropped = float(np.mean([cropped_share(x.width, x.height) for x in every]))
+    for side in ("width", "height") if every else ():
+        sides = [getattr(image, side) for image in every]
         spread = np.percentile(sides, (0, 5, 50, 95, 100), method="nearest")
         report.sizes[side] = spread.astype(int).tolist()
     return report
 
 
-def verify(source: ImageSource, least: int | None = None) -> str:
-    """Check that validation images can be read: all, or `MAX_DECODED` of more.
-
-    Done before training, so that a damaged one is reported before the first step.
+def verify(
+    source: ImageSource, least: int | None = None, part: str = "validation", allowed: int = 0
+) -> tuple[list[str], list[Examined]]:
+    """Check before training that images can be read: all, or `MAX_DECODED` of more.
 
     Args:
         source: the images.
         least: keep them in memory, see `ImageSource.read`.
+        part: their name in messages.
+        allowed: how many may be unreadable.
 
     Returns:
-        a summary for the header of a run; empty for images in memory.
+        notes for the header of a run, and what is known of the images; empty for images in memory.
 
     Raises:
-        UserError: images cannot be read, or are black in 8 bits.
+        UserError: too many images cannot be read, or all are black in 8 bits.
     """
     if source.pixels is not None:
-        return ""
+        return [], []
     count = len(source)
     source = source.subset(np.arange(count)[:: 1 + (count - 1) // MAX_DECODED])
     examined = [*examine(source, least)]
     bad = [index for index, image in enumerate(examined) if image.fault]
+    notes = [f"all {count:,} {part} images can be decoded"]
+    if len(source) < count:
+        notes = [f"{len(source):,} of {count:,} {part} images were decoded"]
     if bad:
-        raise UserError(
-            f"{len(bad)} of {len(source):,} validation images cannot be read: "
-            f"{some(map(source.describe, bad))} ({examined[bad[0]].fault}); repair or remove them; "
-            f"`locality train` also takes --data.on_bad_image skip"
+        what = (
+            f"{len(bad)} of {len(source):,} {part} images cannot be read: "
+            f"{some(map(source.describe, bad))} ({examined[bad[0]].fault})"
         )
+        if len(bad) > allowed:
+            raise UserError(
+                f"{what}; repair or remove them; `locality train` also takes "
+                f"--data.on_bad_image skip"
+            )
+        notes = [f"{what}; they are left out"]
     unused, black = _unused_bits(examined)
     if black:
-        raise UserError(f"the validation images are black: {unused}")
-    notes = [f"all {count:,} validation images can be decoded"]
-    if len(source) < count:
-        notes = [f"{len(source):,} of {count:,} validation images were decoded"]
-    return "; ".join([*notes, unused] if unused else notes)
+        raise UserError(f"the {part} images are black: {unused}")
+    return [*notes, *filter(None, [unused])], examined
+
+
+def near_copies(train: Sequence[Examined], val: Sequence[Examined]) -> str:
+    """A warning if validation images nearly equal training images; "" otherwise.
+
+    Nearly equal are images whose 8×8 mean greys differ by less than `_NEAR` of 255 on average: the
+    same photograph, cropped or compressed anew, or the next picture of a series.
+    """
+    ours, theirs = (
+        np.array([image.grey for image in images if not image.fault], dtype=float).reshape(-1, 64)
+        for images in (train, val)
+    )
+    theirs = theirs[:: 1 + len(ours) * len(theirs) // _MOST_PAIRS]
+    if not len(ours) or not len(theirs):
+        return ""
+    near = int((cdist(theirs, ours, "cityblock").min(axis=1) < 64 * _NEAR).sum())
+    if not near:
+        return ""
+    return (
+        f"{near:,} of {len(theirs):,} validation images nearly equal a training image, so accuracy "
+        f"may be too high; keep the images of a subject together: --data.group_by '([^_]+)_' (what "
+        f"their file names share) or --data.group_column"
+    )
 
 
 def _unused_bits(images: Iterable[Examined]) -> tuple[str, bool]:

@@ -65,12 +65,16 @@ class ImageSource(ABC):
         pixels: (n, 3, H, W) uint8 tensor if all images are in memory and of one size, else None.
         decoding: how encoded images are decoded.
         numbered: whether the classes are numbers without names.
+        group_names: the cell of `DataConfig.group_column` for each image, if that is given.
+        groups: (n,) int64, equal for images of one subject; None without groups.
     """
 
     labels: npt.NDArray[np.int64]
     pixels: torch.Tensor | None = None
     numbered: bool = False
     decoding: Decoding = DEFAULT_DECODING
+    group_names: Sequence[str] | None = None
+    groups: npt.NDArray[np.int64] | None = None
     _room: int
 
     def __len__(self) -> int:
@@ -182,6 +186,7 @@ class Subset(ImageSource):
 
     def __init__(self, source: ImageSource, indices: npt.NDArray[np.int64]) -> None:
         self.labels, self.numbered = source.labels[indices], source.numbered
+        self.groups = None if source.groups is None else source.groups[indices]
         if isinstance(source, Subset):
             # Flatten nested subsets.
             indices = source.indices[indices]
@@ -299,6 +304,7 @@ class Examined(NamedTuple):
         digest: the same for equal pixels; of 16-bit greys, for equal files.
         width, height: in pixels.
         bits: (used, available) bits of a 16-bit grey.
+        grey: (64,) mean greys of 8×8 areas, 0 … 255.
     """
 
     fault: str = ""
@@ -306,6 +312,7 @@ class Examined(NamedTuple):
     width: int = 0
     height: int = 0
     bits: tuple[int, int] | None = None
+    grey: npt.NDArray[np.uint8] = np.zeros(64, np.uint8)
 
 
 def examine(source: ImageSource, least: int | None = None) -> Iterator[Examined]:
@@ -319,7 +326,8 @@ def examine(source: ImageSource, least: int | None = None) -> Iterator[Examined]
             data = source.read_bytes(index) if bits else f"{image.size}".encode() + image.tobytes()
         except BadImage as error:
             return Examined(str(error))
-        return Examined("", _digest(data), *image.size, bits)
+        grey = np.asarray(image.convert("L").resize((8, 8), Image.Resampling.BOX)).ravel()
+        return Examined("", _digest(data), *image.size, bits, grey)
 
     with warnings.catch_warnings():  # decoding suppresses them, which is not thread-safe
         yield from in_threads(examined, range(len(source)))

@@ -72,7 +72,7 @@ def open_table(config: DataConfig) -> tuple[list[str], FileSource, FileSource | 
         raise UserError(f"'{path}' is empty; {_EXAMPLE}")
     columns, heading = _columns(path, config, rows[0][1])
     lines: dict[str, int] = {}
-    images, labels, parts = list[str](), list[str](), list[str | None]()
+    images, labels, groups, parts = list[str](), list[str](), list[str](), list[str | None]()
     for line, row in rows[heading:]:
         where = f"line {line} of '{path}'"
         if len(row) != len(rows[0][1]):
@@ -80,7 +80,7 @@ def open_table(config: DataConfig) -> tuple[list[str], FileSource, FileSource | 
                 f"{where} has {len(row)} columns, the first row {len(rows[0][1])}: "
                 f"{' '.join(row)!r}"
             )
-        image, label, part = (None if column is None else row[column] for column in columns)
+        image, label, part, group = (None if n is None else row[n] for n in columns)
         assert image is not None and label is not None
         if not config.allow_outside and not is_inside(path.parent, image):
             raise outside_error(f"{where} names '{image}'", path.parent)
@@ -95,6 +95,7 @@ def open_table(config: DataConfig) -> tuple[list[str], FileSource, FileSource | 
         images.append(image)
         labels.append(class_name(label, f"the class in {where}"))
         parts.append(part and part_of(part))
+        groups.append(group or "")
     if not images:
         raise UserError(f"'{path}' has no rows after its first line; {_EXAMPLE}")
     classes = sorted(set(labels))
@@ -103,7 +104,9 @@ def open_table(config: DataConfig) -> tuple[list[str], FileSource, FileSource | 
     def source(part: str | None) -> FileSource:
         chosen = [index for index, own in enumerate(parts) if own == part]
         files, own = [images[n] for n in chosen], [numbers[labels[n]] for n in chosen]
-        return FileSource(path.parent, files, np.array(own, np.int64), config.decoding)
+        found = FileSource(path.parent, files, np.array(own, np.int64), config.decoding)
+        found.group_names = [groups[n] for n in chosen] if config.group_column else None
+        return found
 
     counts = Counter(parts)
     if None in counts:
@@ -129,9 +132,10 @@ def has_table(folder: Path) -> bool:
 
 def _columns(
     path: Path, config: DataConfig, first: list[str]
-) -> tuple[tuple[int, int, int | None], bool]:
-    """The indices of the columns of images, classes and splits; whether `first` is a heading."""
+) -> tuple[tuple[int, int, int | None, int | None], bool]:
+    """The columns of images, classes, splits and groups; whether `first` is a heading."""
     names = [config.image_column or "image", config.label_column or "label"]
+    names += [config.group_column] if config.group_column else []
     heading = not names[0].isdecimal()
     named = (
         [cell.casefold() for cell in first] if heading else [*map(str, range(1, len(first) + 1))]
@@ -143,8 +147,9 @@ def _columns(
                 f"name the columns by --data.image_column and --data.label_column (1 and 2 without "
                 f"a heading)"
             )
-    image, label = (named.index(name.casefold()) for name in names)
-    return (image, label, named.index("split") if "split" in named else None), heading
+    image, label, *groups = (named.index(name.casefold()) for name in names)
+    split = named.index("split") if "split" in named else None
+    return (image, label, split, groups[0] if groups else None), heading
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -262,6 +267,10 @@ def open_arrow(config: DataConfig) -> tuple[list[str], ImageSource, ImageSource 
         images = rows.select_columns([image]).cast_column(image, hf.Image(decode=False))
         source = ArrowSource(images, labels, f"{folder}/{part}", config.decoding, files, inside)
         source.numbered, files = numbers, []
+        if (group := config.group_column) is not None:
+            if group not in rows.features:
+                raise UserError(f"{where} has no column {group}; it has {some(rows.features)}")
+            source.group_names = [str(value) for value in rows.data.column(group).to_pylist()]
         opened.append(source)
     return classes, opened[0], opened[1] if len(opened) > 1 else None
 

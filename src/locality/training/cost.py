@@ -182,7 +182,7 @@ def dry_run(job: Job) -> str:
             f"time    {format_duration(time_here)} without reading images; with --data.root, "
             f"reading and memory are measured, too"
         )
-    job.open().check_start()
+    job.open().check_start(all_images=True)
     reading = max(1, config.data.workers * job.world_size) / time_loading(job)
     with arithmetic_threads(config.engine.threads):
         classes, macs = len(job.splits.classes), STEP_FORWARDS * job.macs

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from locality import machine
 from locality.data import DataSplits, open_data
-from locality.data.datasets import verify
-from locality.data.sources import ImageFingerprint, kept_bytes
+from locality.data.datasets import MAX_COMPARED, near_copies, verify
+from locality.data.sources import Examined, ImageFingerprint, kept_bytes
 from locality.errors import UserError
 from locality.models import ImageClassifier, count_macs, count_parameters
 from locality.runs import RunFolder
@@ -134,8 +134,11 @@ class Job:
         """See `initialize_model`."""
         return initialize_model(self.config, self.splits.classes)
 
-    def check_start(self) -> None:
-        """Check memory and, for a new run, initial weights and validation images.
+    def check_start(self, all_images: bool = False) -> None:
+        """Check memory and, for a new run, initial weights and images.
+
+        Args:
+            all_images: decode the training images even if they are many or keep their size.
 
         Raises:
             UserError: if memory is too small, the weights do not fit the model, or images are
@@ -146,8 +149,15 @@ class Job:
             return
         if self.config.weights is not None:
             _ = self.starting_model
-        if self.config.data.on_bad(training=False) == "error":
-            self.notes += filter(None, [verify(self.splits.val, self.least)])
+        data, train = self.config.data, self.splits.train
+        notes, val = list[str](), list[Examined]()
+        if data.on_bad(training=False) == "error":
+            notes, val = verify(self.splits.val, self.least)
+        if all_images or (self.least is not None and len(train) <= MAX_COMPARED):
+            allowed = data.max_bad_images if data.on_bad(training=True) == "skip" else 0
+            more, examined = verify(train, self.least, "training", allowed)
+            notes += more + [near_copies(examined, val)] * (self.splits.train.groups is None)
+        self.notes += filter(None, notes)
 
     def autocast(self) -> torch.autocast:
         """torch.autocast for the run's precision."""
