@@ -10,8 +10,11 @@ import pytest
 from locality.cli import main
 from locality.commands.train import prepare, read_run
 from locality.errors import UserError
+from locality.layers.grid import projected_grid
 from locality.machine import idle_processors
+from locality.models import list_models
 from locality.runs import RunFolder
+from locality.settings import replace
 from locality.training.autofit import SIZES, image_size, sized
 from locality.training.config import RunConfig, read_config
 from locality.training.evaluation import evaluate_run
@@ -42,6 +45,16 @@ def test_the_size_is_the_largest_that_the_images_reach():
     for size in SIZES:
         grid = size / sized("convit_nano", size)["model.patch_size"]
         assert grid in (7, 8, 12)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("model", list_models(family="cvt"))
+def test_no_chosen_size_leaves_attention_with_one_key(model, size):
+    config = replace(named_recipe("photos", {"model.name": model}), sized(model, size)).model
+    for stage, grid in zip(config.stages, config.grids((size, size)), strict=True):
+        for stride in stage.kv_stride:
+            window = (stage.projection_kernel, stride, stage.kv_padding)
+            assert projected_grid(grid, stage.projection, *window) > (1, 1)
 
 
 @pytest.mark.parametrize(("load", "threads"), [(0.2, 4), (5.4, 3), (70.0, 1)])

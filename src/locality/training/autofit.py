@@ -18,7 +18,7 @@ from locality.data.preprocessing import MOST_CROPPED, cropped_share
 from locality.data.sources import ImageSource
 from locality.errors import UserError
 from locality.machine import idle_processors
-from locality.models.config import to_2tuple
+from locality.models.config import CvTConfig, ViTConfig, to_2tuple
 from locality.models.variants import PREFIX, variant
 from locality.settings import replace
 from locality.training.config import RunConfig
@@ -87,10 +87,17 @@ def image_size(side: int) -> int:
 
 
 def sized(model: str, size: int) -> dict[str, Any]:
-    """Image and patch size of a model: at least 7×7 patches of at most 8 pixels."""
+    """Image size of a model, and its patches or keys.
+
+    At least 7×7 patches of at most 8 pixels; a CvT's stage of 2×2 tokens has all four as keys,
+    since attention to one key does nothing.
+    """
     chosen: dict[str, Any] = {"model.img_size": size}
-    if not model.startswith(PREFIX) and hasattr(variant(model).config, "patch_size"):
+    config = None if model.startswith(PREFIX) else variant(model).config
+    if isinstance(config, ViTConfig):
         chosen["model.patch_size"] = 4 if size in (28, 48) else max(1, min(8, size // 8))
+    if isinstance(config, CvTConfig) and config.grids((size, size))[-1] <= (2, 2):
+        chosen["model.kv_stride"] = (*config.per_stage("kv_stride")[:-1], 1)
     return chosen
 
 
