@@ -75,7 +75,7 @@ _OWN = "each in its own order"
 _DIAL = [order for order in SHUFFLED if order != "in one order for all"]
 
 _ADAMW = {"optim__name": "adamw", "optim__lr": 1e-3, "optim__weight_decay": 0.05}
-_FASTER = {"optim__position_lr_factor": 10.0}
+_USUAL, _FASTER = ({"optim__position_lr_factor": factor} for factor in (1.0, 10.0))
 _AVERAGED = 100  # images
 _SNAPSHOTS = 10  # of the weights, besides the first
 _PREDICTED = 0.05
@@ -202,6 +202,6 @@ def shuffled_maps(t: Experiment, s: Scale) -> None:
 @experiment("beyond/shuffled-rates", "Shuffled patches with other optimisers and rates")
 def shuffled_rates(t: Experiment, s: Scale) -> None:
     """AdamW at the usual rate; the recipe's optimiser at the usual and ten times the rate."""
-    _shuffle(t, s, _ADAMW, "AdamW ×1: ")
-    _shuffle(t, s, {}, "AdaMuon ×1: ")
+    _shuffle(t, s, _ADAMW | _USUAL, "AdamW ×1: ")
+    _shuffle(t, s, _USUAL, "AdaMuon ×1: ")
     _shuffle(t, s, _FASTER, "AdaMuon ×10: ")

@@ -14,6 +14,7 @@ from torch import nn
 
 from locality.analysis.recording import measure_trajectory
 from locality.checkpoints import open_model
+from locality.data.loader import Batch
 from locality.errors import UserError
 from locality.runner.runs import Run
 from locality.training.config import RunConfig, ScheduleConfig
@@ -22,12 +23,17 @@ from locality.training.evaluation import evaluate_opened
 from locality.training.optim import create_schedule, make_plan
 from locality_papers.experiment import Effect, Experiment
 from locality_papers.runs import Scale
-from locality_papers.table import Key, Measure, Record
+from locality_papers.table import Key, Measure, Record, packed
 
 _TRAJECTORY_IMAGES = 256
 
 
-TOP1 = Measure("top1", lambda record: float(record["result"]["top1"]), accuracy=True)
+TOP1 = Measure(
+    "top1",
+    lambda record: float(record["result"]["top1"]),
+    accuracy=True,
+    right=lambda record: record.get("right"),
+)
 """Final accuracy in per cent."""
 TOP5 = Measure("top5", lambda record: float(record["result"]["top5"]), accuracy=True)
 
@@ -139,19 +145,37 @@ def of_layer(name: str, n: int, *at: int) -> Callable[[Trajectory], float]:
 
 
 def masked_top1(name: str, mask: Callable[[nn.Module], AbstractContextManager[Any]]) -> Measure:
-    """Top-1 of the trained model with part of it masked.
+    """Top-1 of the trained model with part of it masked, and the images that are right then.
 
     Args:
         name: name of the mask with its parameters.
         mask: model → context manager.
     """
+    key = f"top1, {name}"
 
-    def take(run: Run) -> float:
+    def take(run: Run) -> dict[str, Any]:
         opened = open_model(run.folder)
-        with mask(opened.module()):
-            return float(evaluate_opened(opened, run.config.data, seed=run.config.seed)["top1"])
+        right: dict[int, bool] = {}
 
-    return Measure(f"top1, {name}", take=take, accuracy=True)
+        def note(batch: Batch, logits: torch.Tensor) -> None:
+            known = logits.argmax(dim=1).cpu() == batch.targets
+            right.update(zip(batch.indices.tolist(), known.tolist(), strict=True))
+
+        with mask(opened.module()):
+            found = evaluate_opened(opened, run.config.data, seed=run.config.seed, on_batch=note)
+        return {"top1": found["top1"], "right": packed(np.array([right[n] for n in sorted(right)]))}
+
+    def read(record: Record) -> float:
+        value = record["measures"][key]
+        return float(
+            value["top1"] if isinstance(value, dict) else value
+        )  # a number until 2026-11-28
+
+    def right_images(record: Record) -> str | None:
+        value = record["measures"][key]
+        return value["right"] if isinstance(value, dict) else None
+
+    return Measure(key, read, needs=Measure(key, take=take), accuracy=True, right=right_images)
 
 
 def summed_rate(config: RunConfig) -> float:

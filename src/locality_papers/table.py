@@ -48,9 +48,13 @@ def read_folder(folder: Path) -> Record:
         "environment": run.environment(),
     }
     if run.predictions_file.exists():
-        right = np.packbits(run.predictions().right)
-        record["right"] = base64.b64encode(right.tobytes()).decode()
+        record["right"] = packed(run.predictions().right)
     return record
+
+
+def packed(right: npt.NDArray[np.bool_]) -> str:
+    """Which images are predicted correctly, a bit each."""
+    return base64.b64encode(np.packbits(right).tobytes()).decode()
 
 
 def read_lines(path: Path) -> list[Record]:
@@ -130,6 +134,7 @@ class Measure:
         take: run → value, kept in the run's folder and record.
         needs: a kept measure that `read` reads.
         accuracy: whether it is an accuracy in per cent of the validation images.
+        right: record → which images it counts, `packed`, if that was recorded.
         before: the same before the first step, if it is known.
     """
 
@@ -138,6 +143,7 @@ class Measure:
     take: Callable[[Run], Any] | None = field(default=None, compare=False)
     needs: Measure | None = None
     accuracy: bool = False
+    right: Callable[[Record], str | None] | None = field(default=None, compare=False)
     before: Measure | None = None
 
     def __call__(self, run: Run, record: Record) -> Any:
@@ -229,13 +235,13 @@ class Values:
     def right(self, key: Key, seeds: Iterable[int]) -> npt.NDArray[np.float64] | None:
         """Which images are predicted correctly, in per cent, (seeds, images); None if unknown."""
         cell, rows = self.cells[key], []
-        if cell.measure is None or cell.measure.name != "top1":
+        if cell.measure is None or cell.measure.right is None:
             return None
         runs = {run.config.seed: run for run in cell.runs}
         for seed in seeds:
             record = self._recorded.find(runs[seed])
-            if record is None or "right" not in record:
+            if record is None or (known := cell.measure.right(record)) is None:
                 return None
-            bits = np.frombuffer(base64.b64decode(record["right"]), np.uint8)
+            bits = np.frombuffer(base64.b64decode(known), np.uint8)
             rows.append(np.unpackbits(bits)[: record["result"]["val_images"]])
         return 100.0 * np.array(rows, dtype=np.float64)

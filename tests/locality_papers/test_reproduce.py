@@ -116,6 +116,9 @@ def test_a_table_is_carried_out_measured_and_written(tiny_scale, tmp_path, here)
     cell = found.cell(row, "unmasked")
     assert found.experiment.published(row, "unmasked").value == 73.1
     assert cell.estimate.n == 2 and set(cell.by_seed) == {0, 1}
+    for column in ("masked", "unmasked"):  # image by image
+        right = found.values.right((row, column), (0, 1)).mean(axis=1)
+        assert list(right) == pytest.approx(list(found.cell(row, column).by_seed.values()))
     files = {path.name for path in (out / "digits").iterdir()}
     assert files == {f"convit-table-5.{kind}" for kind in ("md", "csv")}
     # Again, without any run or measurement.
