@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
-import torch
 from PIL import Image
-from torchvision.transforms.functional import to_pil_image
 
 from locality import checks
 from locality.analysis.explorer import write_explorer
@@ -28,8 +26,9 @@ from locality.analysis.runs import RecordedRun, group, read_runs
 from locality.checkpoints.api import Classifier, open_model
 from locality.data.decoding import to_rgb
 from locality.data.folder import image_files, read_image
+from locality.data.memory import as_picture
 from locality.data.preprocessing import high_resolution_crop
-from locality.errors import UserError, wrap_errors
+from locality.errors import UserError
 from locality.figures import charts
 from locality.figures.style import figure_bytes
 from locality.models import ImageClassifier
@@ -109,9 +108,7 @@ class TrainedRun:
             images = read_image(files[0], decoding)
         elif isinstance(images, Sequence) or getattr(images, "ndim", 0) == 4:
             return [self.predict(image, top) for image in images]
-        elif not isinstance(images, Image.Image):
-            images = _as_picture(images)
-        images = to_rgb(images, decoding)
+        images = to_rgb(as_picture(images), decoding)
         (row,) = self.classifier([images])
         return Prediction(
             self.classifier.top_classes(row, top),
@@ -151,22 +148,6 @@ class TrainedRun:
         assert figure is not None  # a finished run was evaluated
         png = base64.b64encode(figure_bytes(figure)).decode()
         return f"<p>{html.escape(repr(self))}</p><img width=480 src='data:image/png;base64,{png}'>"
-
-
-def _as_picture(image: Any) -> Image.Image:
-    """Convert an array or tensor to a PIL image.
-
-    Raises:
-        UserError: for other types, shapes or values than `TrainedRun.predict` accepts.
-    """
-    is_float = isinstance(image, torch.Tensor) and image.is_floating_point()
-    if is_float and not 0 <= image.min() <= image.max() <= 1:
-        raise UserError("the tensor has values outside 0 to 1; give images without normalisation")
-    wanted = "an image must be a file, PIL image, uint8 array (H, W, C) or tensor (C, H, W)"
-    if not is_float and str(getattr(image, "dtype", "uint8")).removeprefix("torch.") != "uint8":
-        raise UserError(f"{wanted}, not {image.dtype}")
-    with wrap_errors(wanted, TypeError, ValueError):
-        return to_pil_image(image)
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,10 +1,12 @@
 """Tables of images: rows that name a file and its class."""
 
+import json
 import os
 
 import numpy as np
 import pytest
 
+from locality.commands import images_at
 from locality.data import DataConfig, check, open_data
 from locality.data.tables import has_table
 from locality.errors import UserError
@@ -153,3 +155,51 @@ def test_a_table_beside_class_folders(tmp_path, class_folders, rows, folders, us
     write(tmp_path, *rows)
     assert has_table(tmp_path) == used
     assert ("is not used" in caplog.text) == (not used)
+
+
+def metadata(folder, kind, names, **columns):
+    """A table as Hugging Face's ImageFolder reads it; classes are the first letters."""
+    rows = [{"file_name": name, "label": name.split("/")[-1][0], **columns} for name in names]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    if kind == "csv":
+        text = "\n".join([",".join(rows[0]), *(",".join(map(str, r.values())) for r in rows)])
+    (folder / f"metadata.{kind}").write_text(text)
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+@pytest.mark.parametrize("place", ["here", "splits", "above"])
+def test_tables_of_hugging_face_are_read(kind, place, tmp_path, image_file):
+    names = ["a1.png", "b1.png", "deep/a2.png", "deep/b2.png"]
+    folders = ["."] if place == "here" else ["train", "test"]
+    for number, part in enumerate(folders):
+        for seed, name in enumerate(names):
+            image_file(tmp_path / part / name, seed=10 * number + seed)
+        if place != "above":
+            metadata(tmp_path / part, kind, names, caption=7)
+    if place == "above":
+        metadata(tmp_path, kind, [f"{part}/{name}" for part in folders for name in names])
+    assert has_table(tmp_path) and images_at(str(tmp_path))["data.dataset"] == "table"
+    splits = opened(tmp_path, val_fraction=0.5)
+    assert {name[-6:]: label for name, label in pairs(splits).items()} == {
+        name[-6:]: name.split("/")[-1][0] for name in names
+    }
+    assert (len(splits.train), len(splits.val)) == ((2, 2) if place == "here" else (4, 4))
+    assert place == "here" or "/test/" in splits.val.describe(0)
+    with pytest.raises(UserError, match="names no column 'kind'"):
+        opened(tmp_path, label_column="kind")
+
+
+def test_a_damaged_line_of_json_is_named(twelve):
+    (twelve / "metadata.jsonl").write_text('{"file_name": "cat0.png", "label": "a"}\n[1]\n')
+    with pytest.raises(UserError, match=r"line 2 of '.*metadata\.jsonl'"):
+        opened(twelve)
+    (twelve / "metadata.jsonl").write_text('{"file_name": "cat0.png", "label": "a"}\n{\n')
+    with pytest.raises(UserError, match=r"line 2 of '.*metadata\.jsonl' is not JSON"):
+        opened(twelve)
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_a_table_of_hugging_face_beside_class_folders(kind, tmp_path, class_folders):
+    class_folders(tmp_path, {"train/a": 2, "train/b": 2, "val/a": 2, "val/b": 2})
+    metadata(tmp_path, kind, ["train/a/000.png"])
+    assert not has_table(tmp_path)

@@ -287,7 +287,7 @@ def default_folder(config: RunConfig) -> Path:
 
 
 def fit(
-    images: Path | str,
+    images: Any,
     model: str | None = None,
     *,
     minutes: float | None = None,
@@ -302,7 +302,9 @@ def fit(
     a finished one.
 
     Args:
-        images: a folder of images by class, a labels.csv, or the name of a recipe.
+        images: a folder of images by class, a labels.csv, or the name of a recipe; or images in
+            memory, which are written to runs/images: (images, labels), a torch or Hugging Face
+            dataset of images and classes, or {"train": …, "val": …} of these.
         model: name of the model.
         minutes: time in all, unless epochs or steps are given; 10 by default.
         weights: initial weights, like `locality finetune IMAGES --from WEIGHTS`.
@@ -325,6 +327,10 @@ def fit(
         for name, value in named.items()
         if value is not None or name in settings
     }
+    if not isinstance(images, (str, os.PathLike)):
+        from locality.data.memory import write_images
+
+        images = write_images(images, Path("runs", "images"))
     asked, found = what_to_train(os.fspath(images), weights is not None)
     job = prepare(asked or "digits", found | given, output, quiet)
     _train(job, quiet, started)

@@ -20,7 +20,7 @@ import csv
 import io
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from locality.checks import shaped
 from locality.data.config import DataConfig, Decoding
 from locality.data.decoding import BadImage, read_bytes
 from locality.data.folder import (
@@ -42,12 +43,13 @@ from locality.data.folder import (
 )
 from locality.data.sources import FileSource, ImageSource, class_difference
 from locality.errors import UserError, one_line, require, some, wrap_errors
-from locality.files import open_file, without_mark
+from locality.files import open_file, parse_json, without_mark
 
 if TYPE_CHECKING:
     import datasets
 
 TABLE = "labels.csv"
+_METADATA = ("metadata.csv", "metadata.jsonl")  # of Hugging Face's ImageFolder
 
 _MAX_TABLE_BYTES = 1 << 28
 # The first that the first line has separates the columns.
@@ -56,23 +58,66 @@ _EXAMPLE = "expected a first line such as image,label and rows such as photos/1.
 
 
 def open_table(config: DataConfig) -> tuple[list[str], FileSource, FileSource | None]:
-    """Classes, sorted, training and validation images of a table; None without a `split` column.
+    """Classes, sorted, training and validation images of a table; None without splits.
 
     Args:
-        config: its root is the file, or a folder with a `labels.csv`; image paths are relative to
-            that folder. `image_column` and `label_column` name other columns than "image" and
-            "label", or, without a heading, number them from 1.
+        config: its root is the file, or a folder with a `labels.csv`, or with Hugging Face's
+            `metadata.csv` or `metadata.jsonl` in it or in its splits; image paths are relative to
+            the file's folder. `image_column` and `label_column` name other columns than "image"
+            (or "file_name") and "label", or, without a heading, number them from 1.
     """
     path = Path(config.root or "").expanduser()
-    path = path / TABLE if path.is_dir() else path
-    if not path.exists():
-        raise UserError(f"no table of images '{path}'; give the table or its folder as root")
+    root = path if path.is_dir() else path.parent
+    tables = [path] if path != root else _tables(root)
+    if not tables or not tables[0].exists():
+        where = path if path != root else root / TABLE
+        raise UserError(f"no table of images '{where}'; give the table or its folder as root")
+    rows = [row for table in tables for row in _entries(root, table, config)]
+    images, labels, groups, parts = zip(*rows, strict=True)
+    classes = sorted(set(labels))
+    numbers = {label: number for number, label in enumerate(classes)}
+
+    def source(part: str | None) -> FileSource:
+        chosen = [index for index, own in enumerate(parts) if own == part]
+        files, own = [images[n] for n in chosen], [numbers[labels[n]] for n in chosen]
+        found = FileSource(root, files, np.array(own, np.int64), config.decoding)
+        found.group_names = [groups[n] for n in chosen] if config.group_column else None
+        return found
+
+    counts = Counter(parts)
+    if None in counts:
+        return classes, source(None), None
+    picked = train_and_val(filter(None, counts))
+    if len(picked) < 2:
+        raise UserError(f"the column split of '{path}' needs train and val; it has {[*counts]}")
+    if unused := [f"{counts[part]:,} of {part}" for part in counts if part not in picked.values()]:
+        log_once(f"'{path}': images that are not used: {', '.join(unused)}")
+    return classes, source("train"), source(picked["val"])
+
+
+def _tables(folder: Path) -> list[Path]:
+    """The tables in a folder, or in its splits."""
+    for place in ([folder], [folder / name for name in list_entries(folder)[0] if part_of(name)]):
+        for name in (TABLE, *_METADATA):
+            if found := [inside / name for inside in place if (inside / name).is_file()]:
+                return found
+    return []
+
+
+def _entries(
+    root: Path, path: Path, config: DataConfig
+) -> Iterator[tuple[str, str, str, str | None]]:
+    """The image, relative to `root`, class, group and split of each row of a table.
+
+    The split is that of a column, else that of the folder of Hugging Face's table, or in it.
+    """
     rows = list(_rows(path))
     if not rows:
         raise UserError(f"'{path}' is empty; {_EXAMPLE}")
     columns, heading = _columns(path, config, rows[0][1])
+    if not rows[heading:]:
+        raise UserError(f"'{path}' has no rows after its first line; {_EXAMPLE}")
     lines: dict[str, int] = {}
-    images, labels, groups, parts = list[str](), list[str](), list[str](), list[str | None]()
     for line, row in rows[heading:]:
         where = f"line {line} of '{path}'"
         if len(row) != len(rows[0][1]):
@@ -92,49 +137,35 @@ def open_table(config: DataConfig) -> tuple[list[str], FileSource, FileSource | 
             raise UserError(f"{where} names '{image}', and so does line {same}")
         if part is not None and part_of(part) is None:
             raise UserError(f"{where} has the split {part!r}; expected train or val")
-        images.append(image)
-        labels.append(class_name(label, f"the class in {where}"))
-        parts.append(part and part_of(part))
-        groups.append(group or "")
-    if not images:
-        raise UserError(f"'{path}' has no rows after its first line; {_EXAMPLE}")
-    classes = sorted(set(labels))
-    numbers = {label: number for number, label in enumerate(classes)}
-
-    def source(part: str | None) -> FileSource:
-        chosen = [index for index, own in enumerate(parts) if own == part]
-        files, own = [images[n] for n in chosen], [numbers[labels[n]] for n in chosen]
-        found = FileSource(path.parent, files, np.array(own, np.int64), config.decoding)
-        found.group_names = [groups[n] for n in chosen] if config.group_column else None
-        return found
-
-    counts = Counter(parts)
-    if None in counts:
-        return classes, source(None), None
-    picked = train_and_val(filter(None, counts))
-    if len(picked) < 2:
-        raise UserError(f"the column split of '{path}' needs train and val; it has {[*counts]}")
-    if unused := [f"{counts[part]:,} of {part}" for part in counts if part not in picked.values()]:
-        log_once(f"'{path}': images that are not used: {', '.join(unused)}")
-    return classes, source("train"), source(picked["val"])
+        image = os.path.relpath(path.parent / image, root) if path.parent != root else image
+        if part is None and path.name in _METADATA:
+            part = image.split(os.sep)[0]
+        yield image, class_name(label, f"the class in {where}"), group or "", part and part_of(part)
 
 
 def has_table(folder: Path) -> bool:
-    """Whether `labels.csv`, rather than class folders, lists a folder's images."""
-    path = folder / TABLE
-    if not path.is_file():
+    """Whether a table, rather than class folders, lists a folder's images."""
+    if not (tables := _tables(folder)):
         return False
-    if len(list_entries(folder)[0]) < 2:
+    if all(len(_class_folders(table.parent)) < 2 for table in tables):
         return True
-    log_once(f"'{path}' is not used beside folders; to use it, give it in place of '{folder}'")
+    log_once(f"'{tables[0]}' is not used beside folders; to use it, give it in place of '{folder}'")
     return False
+
+
+def _class_folders(folder: Path) -> list[str]:
+    names = list_entries(folder)[0]
+    if (folder / TABLE).is_file():
+        return names
+    return [name for name in names if not part_of(name) or len(list_entries(folder / name)[0]) > 1]
 
 
 def _columns(
     path: Path, config: DataConfig, first: list[str]
 ) -> tuple[tuple[int, int, int | None, int | None], bool]:
     """The columns of images, classes, splits and groups; whether `first` is a heading."""
-    names = [config.image_column or "image", config.label_column or "label"]
+    usual = "file_name" if path.name in _METADATA else "image"
+    names = [config.image_column or usual, config.label_column or "label"]
     names += [config.group_column] if config.group_column else []
     heading = not names[0].isdecimal()
     named = (
@@ -161,6 +192,9 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
         ),
     ):
         text = io.TextIOWrapper(file, "utf-8-sig", newline="")
+        if path.suffix == ".jsonl":
+            yield from _json_rows(path, text)
+            return
         start = text.readline()
         mark = next((mark for mark in _SEPARATORS if mark in start.strip()), ",")
         reader = csv.reader(
@@ -177,6 +211,20 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
             raise UserError(
                 f"line {line} of '{path}' is not CSV ({error}); a quotation mark may be missing"
             ) from error
+
+
+def _json_rows(path: Path, text: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    """The same of a file with an object a line; the first names the columns."""
+    names: list[str] = []
+    for line, content in enumerate(text, 1):
+        if content.strip():
+            where = f"line {line} of '{path}'"
+            row = parse_json(content, where)
+            shaped(where, row, dict)
+            if not names:
+                names = [*row]
+                yield line, names
+            yield line, [str(row.get(name, "")) for name in names]
 
 
 # -- Parquet and Arrow -----------------------------------------------------------------------------

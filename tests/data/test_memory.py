@@ -1,0 +1,87 @@
+"""Datasets in memory become folders, the same for the same images."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import TensorDataset
+
+import locality
+from locality.data import DataConfig, open_data
+from locality.data.memory import write_images
+from locality.errors import UserError
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (8, 9, 7, 3), dtype=np.uint8)
+TENSORS = torch.from_numpy(PIXELS).permute(0, 3, 1, 2) / 255
+LABELS = [0, 1] * 4
+
+
+class Torchvisions:
+    """A dataset with names, as torchvision's."""
+
+    classes = ("ant", "bee")
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return Image.fromarray(PIXELS[index]), LABELS[index]
+
+
+def hugging_faces():
+    datasets = pytest.importorskip("datasets")
+    features = {"img": datasets.Image(), "kind": datasets.ClassLabel(names=["ant", "bee"])}
+    rows = {"img": [Image.fromarray(image) for image in PIXELS], "kind": LABELS}
+    return datasets.Dataset.from_dict(rows, features=datasets.Features(features))
+
+
+FORMS = {
+    "arrays": lambda: (PIXELS, LABELS),
+    "names": lambda: ([*map(Image.fromarray, PIXELS)], np.array(["0", "1"] * 4)),
+    "tensors": lambda: TensorDataset(TENSORS, torch.tensor(LABELS)),
+    "torchvision": Torchvisions,
+    "hugging face": hugging_faces,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_dataset_becomes_a_folder_once(form, tmp_path):
+    folder = write_images(FORMS[form](), tmp_path)
+    assert write_images(FORMS[form](), tmp_path) == folder and len([*tmp_path.iterdir()]) == 1
+    source = open_data(DataConfig("folder", str(folder)), 0, whole=True)
+    named = form in ("torchvision", "hugging face")
+    assert source.classes == (["ant", "bee"] if named else ["0", "1"])
+    found = [np.asarray(source.train.read(index)) for index in range(8)]
+    assert np.array_equal(found, [*PIXELS[0::2], *PIXELS[1::2]])
+
+
+def test_splits_keep_their_names(tmp_path):
+    folder = write_images({"train": (PIXELS, LABELS), "test": Torchvisions()}, tmp_path)
+    assert sorted(path.name for path in folder.iterdir()) == ["train", "val"]
+    other = write_images((PIXELS[:6], LABELS[:6]), tmp_path)
+    assert other != folder and len([*tmp_path.iterdir()]) == 2
+
+
+@pytest.mark.parametrize(
+    ("images", "named"),
+    [
+        (7, "an? int is not images; give a folder"),
+        ([1, 2], "not an image and a class"),
+        ((PIXELS, np.eye(8)), "not an image and a class"),
+        ((PIXELS, ["a/b"] * 8), "cannot be a folder's name"),
+        ((PIXELS.astype(float), LABELS), "not float64"),
+        ({"train": (PIXELS, LABELS)}, "the splits are 'train'"),
+        (TensorDataset(TENSORS - 1, torch.tensor(LABELS)), "outside 0 to 1"),
+    ],
+)
+def test_what_is_no_dataset_is_refused(images, named, tmp_path):
+    with pytest.raises(UserError, match=named):
+        write_images(images, tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_fit_takes_images_in_memory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = {"model__img_size": 8, "model__patch_size": 4, "data__val_fraction": 0.5}
+    run = locality.fit((PIXELS, LABELS), "deit_nano", steps=1, batch=4, quiet=True, **small)
+    assert run.result["train_images"] == 4 and run.evaluate()["n"] == 4
