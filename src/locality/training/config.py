@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -338,10 +339,14 @@ def identity(config: RunConfig | Mapping[str, Any], purpose: Purpose) -> dict[st
             "pair", do they differ in the model alone? "group", do they repeat each other?
     """
     nested = config if isinstance(config, Mapping) else settings.to_dict(config)
-    left_out = settings.with_role(RunConfig, *_LEFT_OUT[purpose])
-    folders = settings.with_role(RunConfig, "run")
+    left_out, folders = _named(*_LEFT_OUT[purpose]), _named("run")
     return {
         name: Path(str(value)).name if value is not None and name in folders else value
         for name, value in settings.flatten(nested).items()
         if name not in left_out
     }
+
+
+@cache
+def _named(*roles: settings.Role) -> frozenset[str]:
+    return settings.with_role(RunConfig, *roles)
