@@ -110,6 +110,8 @@ def check(config: Any, prefix: str = "") -> None:
     hints = type_hints(config.__class__, include_extras=True)
     for field in dataclasses.fields(config):
         if not dataclasses.is_dataclass(value := getattr(config, field.name)):
+            if _groups(hints[field.name]):
+                raise _not_a_group(prefix + field.name, value)
             value = typed(prefix + field.name, value, hints[field.name])
             object.__setattr__(config, field.name, value)
             if isinstance(value, str) and value != value.encode(errors="replace").decode():
@@ -145,7 +147,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
             type, or a value out of range.
     """
     if not isinstance(values, Mapping):
-        raise UserError(f"{path or 'the configuration'} is {values!r}; give settings by name")
+        raise _not_a_group(path or "the configuration", values)
     hints, given = type_hints(cls), dict[str, Any]()  # type: ignore[arg-type]
     for name, value in values.items():
         dotted = f"{path}.{name}" if path else str(name)
@@ -175,6 +177,10 @@ def replace(config: T, changes: Mapping[str, Any], path: str = "") -> T:
         group, _, name = dotted.partition(".")
         if name and dataclasses.is_dataclass(values.get(group)):
             groups.setdefault(group, {})[name] = value
+        elif dataclasses.is_dataclass(values.get(dotted)) and not (
+            isinstance(value, Mapping) or dataclasses.is_dataclass(value)
+        ):
+            raise _not_a_group(dotted, value)
         else:
             values[dotted] = value
     for group, inner in groups.items():
@@ -183,6 +189,10 @@ def replace(config: T, changes: Mapping[str, Any], path: str = "") -> T:
         else:
             values[group] = replace(values[group], inner, f"{path}.{group}" if path else group)
     return from_dict(type(config), values, path)
+
+
+def _not_a_group(name: str, value: object) -> UserError:
+    return UserError(f"{name} is {value!r}; give settings by name")
 
 
 def parse(text: str, hint: Any, name: str) -> Any:

@@ -73,6 +73,16 @@ def test_an_unknown_setting_is_refused_with_the_nearest():
         from_yaml(RunConfig, "optim: {weightdecay: 0.1}")
 
 
+@pytest.mark.parametrize("group", ["model", "data", "schedule"])
+@pytest.mark.parametrize("value", [None, 3, [], "x"])
+def test_a_group_is_settings_by_name(group, value):
+    for changes in ({group: value}, {group: value, f"{group}.name": 1}):
+        with pytest.raises(UserError, match=group):
+            replace(recipe("digits"), changes)
+    with pytest.raises(UserError, match=group):
+        RunConfig(**{group: value})
+
+
 @pytest.mark.parametrize("text", ["optim: [", "optim: 3", "just words"])
 def test_a_file_that_is_no_configuration_is_refused(text):
     with pytest.raises(UserError):
