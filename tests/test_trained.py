@@ -83,7 +83,7 @@ def test_files_are_decoded_as_the_run_was(images, tmp_path, cli):
     cli("convert", run.folder, tmp_path / "saved")
     for model in (run.folder, tmp_path / "saved"):
         said = cli("predict", tmp_path / "held.png", "--model", model, "--json").out
-        assert json.loads(said)[0]["classes"] == pytest.approx(found.classes)
+        assert json.loads(said.splitlines()[0])["classes"] == pytest.approx(found.classes)
 
 
 def test_runs_predictions_and_pages_are_shown(images, run):

@@ -92,8 +92,8 @@ class Predictions:
 
     def per_class(self) -> list[dict[str, Any]]:
         """Per class, in order: its `number` and `name`; how many `images` it has, of those are
-        predicted `right`, and of all images are `called` this class; `recall` and `precision` in
-        percent, None of no images; the class it is most often `confused` with, how many `times`.
+        predicted `right`, and of all images are `called` this class; `recall`, `precision` and `f1`
+        in percent, None of no images; the class it is most often `confused` with, how many `times`.
         """
         empty = {"images": 0, "right": 0, "called": 0, "times": 0}
         rows: list[dict[str, Any]] = [
@@ -109,6 +109,8 @@ class Predictions:
         for row in rows:
             for share, total in (("recall", "images"), ("precision", "called")):
                 row[share] = 100 * row["right"] / row[total] if row[total] else None
+            either = row["images"] + row["called"]
+            row["f1"] = 200 * row["right"] / either if either else None
         return rows
 
     def by_recall(self) -> list[dict[str, Any]]:
@@ -116,9 +118,22 @@ class Predictions:
         return sorted((row for row in self.per_class() if row["images"]), key=itemgetter("recall"))
 
     @property
-    def macro(self) -> float:
-        """Mean per-class accuracy in percent, over classes that have images."""
-        return float(np.mean([row["recall"] for row in self.by_recall()]))
+    def macro(self) -> dict[str, float]:
+        """Means over classes in percent, as in scikit-learn: `balanced_accuracy`, of the recall of
+        classes that have images; `macro_f1`, of the F1 of these and of those predicted."""
+        rows = self.per_class()
+        means = {"balanced_accuracy": "recall", "macro_f1": "f1"}
+        return {
+            mean: float(np.mean([row[name] for row in rows if row[name] is not None]))
+            for mean, name in means.items()
+        }
+
+    def answered(self, threshold: float) -> tuple[float, float | None]:
+        """Percent of the images whose confidence is at least `threshold`, and of those right."""
+        sure = self.confidence >= threshold
+        return 100 * float(sure.mean()), 100 * float(
+            self.right[sure].mean()
+        ) if sure.any() else None
 
     @property
     def never(self) -> list[str]:

@@ -11,6 +11,7 @@ images.gz         name, size, and digest or modification time of every image fil
 skipped.csv       images that could not be read, if any
 predictions.csv   validation predictions
 class_counts.json training images per class
+calibration.json  the temperature of its probabilities, if `locality eval --calibrate` fitted it
 result.json       written once, at the end
 lock              held during the run
 """
@@ -52,7 +53,11 @@ STALE_LOCK_SECONDS = 20.0
 # The fields of result.json that are read elsewhere.
 _RESULT = dict.fromkeys(("top1", "parameters", "train_images", "val_images", "steps"), float)
 _ALSO = {"model?": str, "dataset?": str} | dict.fromkeys(
-    ("top5?", "best_step?", "macs?", "seconds?", "images_per_second?"), float
+    (
+        *("top5?", "best_step?", "macs?", "seconds?", "images_per_second?"),
+        *("balanced_accuracy?", "macro_f1?"),
+    ),
+    float,
 )
 
 
@@ -112,6 +117,7 @@ class RunFolder:
         self.images_file = self.path / "images.gz"
         self.skipped_file = self.path / "skipped.csv"
         self.predictions_file = self.path / "predictions.csv"
+        self.calibration_file = self.path / "calibration.json"
         self.counts_file = self.path / "class_counts.json"
         self.snapshots = self.path / "snapshots"
         self.checkpoints = self.path / "checkpoints"
@@ -189,6 +195,12 @@ class RunFolder:
             UserError: if the file is malformed.
         """
         return read_shaped(self.environment_file, {"starts?": [dict]}, {})
+
+    @property
+    def temperature(self) -> float:
+        """What logits are divided by for probabilities; 1 unless the run was calibrated."""
+        fitted = read_shaped(self.calibration_file, {"temperature": checks.Positive}, {})
+        return float(fitted.get("temperature", 1.0))
 
     def class_counts(self) -> dict[str, int]:
         """Training images by class; empty if not recorded.

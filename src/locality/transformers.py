@@ -62,6 +62,8 @@ class LocalityConfig(PreTrainedConfig):
         name: a model name or "timm/NAME", or None; determines the default architecture.
         architecture: `family`, and the fields of that family's configuration.
         input: the fields of the `Preprocessing`, or None if unknown.
+        temperature: what logits are divided by in evaluation mode, so that the pipeline's
+            probabilities are calibrated.
         format, version: format name and version of the description.
 
     Raises:
@@ -73,6 +75,7 @@ class LocalityConfig(PreTrainedConfig):
     name: str | None = "convit_tiny"
     architecture: dict[str, Any] | None = None
     input: dict[str, Any] | None = None
+    temperature: float = 1.0
     format: str = FORMAT
     version: int = FORMAT_VERSION
 
@@ -97,7 +100,7 @@ class LocalityConfig(PreTrainedConfig):
         count = len(self.id2label or {})
         with prefix_errors("id2label"):
             names = class_names(self.id2label, count)
-        own = ("format", "version", "name", "input", "problem_type")
+        own = ("format", "version", "name", "input", "problem_type", "temperature")
         content = {name: getattr(self, name) for name in own}
         content["architecture"] = (self.architecture or {}) | {"num_classes": count}
         content["labels"] = None if names is None else list(names)
@@ -179,6 +182,8 @@ class LocalityForImageClassification(PreTrainedModel):
                 views = observed.enter_context(capture(self.locality))
             hidden = observed.enter_context(_hidden_states(self.locality)) if states else None
             output.logits = self.locality(pixel_values)
+        if not self.training:
+            output.logits = output.logits / config.temperature
         if labels is not None:
             output.loss = self.loss_function(labels, output.logits, config)
         if hidden is not None:

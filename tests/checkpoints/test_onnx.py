@@ -237,7 +237,7 @@ def test_a_heads_numbers_are_those_of_transformers_pipeline(kind, tmp_path, rand
                 assert main(command) == 2 and "regression" in capsys.readouterr().err
             continue
         assert main(words) == 0
-        (found,) = json.loads(capsys.readouterr().out)
+        found = json.loads(capsys.readouterr().out)
         assert found["classes"] == pytest.approx(expected, abs=1e-6)
         if not source.endswith(".onnx"):
             assert main(explore) == 0 and capsys.readouterr().out

@@ -42,6 +42,75 @@ def images(tmp_path_factory):
     return folder
 
 
+def test_calibrated_probabilities_are_one_everywhere(run, images, tmp_path, cli):
+    """In the folder, a saved copy and its pipeline's logits, Python and the prediction."""
+    shutil.copytree(run, tmp_path / "run")
+    before = json.loads(cli("eval", tmp_path / "run", "--json").out)
+    assert "temperature" in cli("eval", tmp_path / "run", "--calibrate").err
+    after = json.loads(cli("eval", tmp_path / "run", "--json").out)
+    assert after["top1"] == before["top1"]
+    kept = json.loads((tmp_path / "run/calibration.json").read_text())["temperature"]
+    assert kept != 1 and open_model(tmp_path / "run").temperature == kept
+    cli("convert", tmp_path / "run", tmp_path / "saved")
+    (image, *_) = sorted(images.iterdir())
+    rows = [
+        json.loads(cli("predict", tmp_path / each, image, "--json").out)["classes"]
+        for each in ("run", "saved")
+    ]
+    assert rows[0] == pytest.approx(rows[1], abs=1e-6)
+    opened = open_model(run)
+    with Image.open(image) as picture:
+        logits = opened.logits(opened.prepare([picture]))
+    expected = (logits / kept).softmax(1).amax().item()
+    assert max(rows[0].values()) == pytest.approx(expected, abs=1e-6)
+    assert cli("eval", run, "--calibrate", "--tta", "flip", code=2).err.count("\n") == 1
+
+
+def test_an_unsure_prediction_is_unknown(run, images, tmp_path, cli):
+    rows = [json.loads(line) for line in cli("predict", run, images, "--json").out.splitlines()]
+    assert len(rows) == 3 and all(row["prediction"] in row["classes"] for row in rows)
+    unsure = cli("predict", run, images, "--json", "--threshold", "1").out.splitlines()
+    assert {json.loads(line)["prediction"] for line in unsure} == {"unknown"}
+    assert cli("predict", run, images, "--threshold", "1").out.count(": unknown  (") == 3
+    table = cli("predict", run, images, "--threshold", "1", "--output", "-").out
+    assert [line.split(",")[1] for line in table.splitlines()] == ["prediction", *3 * ["unknown"]]
+    assert "--threshold  answered %" in cli("eval", run).out
+
+
+def test_mirror_images_are_averaged(run, images, cli):
+    opened, files = open_model(run), sorted(images.iterdir())
+    pixels = opened.prepare(Image.open(file) for file in files)
+    expected = opened.probabilities((opened.logits(pixels) + opened.logits(pixels.flip(-1))) / 2)
+    printed = cli("predict", run, *files, "--tta", "flip", "--json", "--top", "1").out
+    found = [max(json.loads(line)["classes"].values()) for line in printed.splitlines()]
+    assert found == pytest.approx(expected.amax(1).tolist(), abs=1e-6)
+    plain, flipped = (
+        json.loads(cli("eval", run, "--json", *words).out)["loss"]
+        for words in ((), ("--tta", "flip"))
+    )
+    assert plain != flipped
+
+
+def test_a_class_map_names_the_outputs_of_weights_without_names(run, tmp_path, cli, class_folders):
+    cli("convert", run, tmp_path / "w.pth", "--to", "timm")
+    names = [f"class {number}" for number in (3, 1, 4, 0, 5, 9, 2, 6, 8, 7)]
+    (tmp_path / "map.txt").write_text("\n".join(names))
+    class_folders(tmp_path / "photos", dict.fromkeys(names, 1), size=(8, 8))
+    weights = (tmp_path / "w.pth", "--variant", "convit_nano", "--class_map", tmp_path / "map.txt")
+    (row,) = cli(
+        "predict", tmp_path / "photos/class 3/000.png", "--model", *weights
+    ).out.splitlines()
+    assert "class " in row
+    cli("eval", weights[0], tmp_path / "photos", *weights[1:], "--predictions", tmp_path / "p.csv")
+    (header, *_) = (tmp_path / "p.csv").read_text().splitlines()
+    assert header.split(",")[3:] == names
+    for text in ("a\nb", "a\n" * 10):
+        (tmp_path / "map.txt").write_text(text)
+        assert "10 outputs" in cli("predict", tmp_path, "--model", *weights, code=2).err
+    named = cli("eval", run, "--class_map", tmp_path / "map.txt", code=2).err
+    assert "has class names" in named
+
+
 def test_eval_repeats_the_runs_own_accuracy(run, cli):
     found = json.loads(cli("eval", run, "--json").out)
     assert found["top1"] == pytest.approx(RunFolder(run).read_result()["top1"], abs=0.3)
@@ -228,7 +297,7 @@ def test_eval_shows_the_recall_and_the_precision_of_each_class(run, tmp_path, cl
         own = [prediction for label, prediction in pairs if label == name]
         called = [label for label, prediction in pairs if prediction == name]
         shares = [100 * each.count(name) / len(each) for each in (own, called) if each]
-        found = list(map(float, next(lines).split()[2:]))
+        found = list(map(float, next(lines).split()[1:-1]))
         assert found == pytest.approx([len(own), *shares], abs=0.051)
 
 

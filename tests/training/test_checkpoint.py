@@ -40,6 +40,9 @@ def state(step: int, size: int = 50) -> dict[str, Any]:
         "optimizer": {},
         "progress": {"step": step},
         "data": "",
+        "config": {},
+        "metrics": "",
+        "scaler": {},
     }
 
 
@@ -115,6 +118,7 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "moments": lambda state: moment(state).update({n: torch.zeros(2) for n in moment(state)}),
     "scaler": lambda state: state.update(scaler=5),
     "config": lambda state: state.update(config={"seed": []}),
+    "no config": lambda state: state.update(config=None),
     "metrics": lambda state: state.update(metrics=3),
     "data": lambda state: state.update(data=[]),
 }

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn import metrics
 from torch import Tensor, nn
 
 from locality.data import ArraySource, Preprocessing, eval_loader
@@ -69,8 +72,29 @@ def test_accuracy_and_loss_are_those_counted_by_hand(source, logits):
 def test_a_class_without_images_has_no_part_in_the_mean_recall():
     labels, predicted = np.array([0, 0, 2, 2]), np.array([0, 1, 2, 2])
     found = Predictions(["a", "b", "c", "d"], labels, [""] * 4, labels, predicted, np.ones(4))
-    assert found.macro == 75
+    assert found.macro["balanced_accuracy"] == 75
     assert found.never == []
+
+
+@pytest.mark.parametrize("counts", [(20, 20, 20), (50, 9, 1), (1, 1, 30, 0)])
+def test_means_over_classes_are_scikit_learns(counts):
+    rng, n = np.random.default_rng(0), sum(counts)
+    labels = np.repeat(np.arange(len(counts)), counts)
+    predicted = np.where(rng.random(n) < 0.6, labels, rng.integers(0, len(counts) - 1, n))
+    names = [f"class {number}" for number in range(len(counts))]
+    found = Predictions(names, np.arange(n), [""] * n, labels, predicted, rng.random(n))
+    with warnings.catch_warnings(action="ignore"):
+        balanced = metrics.balanced_accuracy_score(labels, predicted)
+        macro = metrics.f1_score(labels, predicted, average="macro")
+        each = metrics.f1_score(labels, predicted, average=None)
+    assert found.macro == pytest.approx(
+        {"balanced_accuracy": 100 * balanced, "macro_f1": 100 * macro}
+    )
+    shown = [row["f1"] for row in found.per_class() if row["f1"] is not None]
+    assert shown == pytest.approx(100 * each)
+    answered, right = found.answered(0.5)
+    assert answered == pytest.approx(100 * (found.confidence >= 0.5).mean()) and right is not None
+    assert found.answered(2.0) == (0, None)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 7])

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from locality.checkpoints.formats import timm_preprocessing
 from locality.checkpoints.loading import load_weights, read, set_data_config
@@ -34,6 +34,21 @@ _log = logging.getLogger("locality")
 MODES = {1: "L", 3: "RGB"}
 
 
+class Flipped(nn.Module):
+    """Test-time augmentation: the mean logits of images and their mirror images.
+
+    Args:
+        logits: (B, C, H, W) → (B, classes).
+    """
+
+    def __init__(self, logits: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.logits = logits
+
+    def forward(self, images: Tensor) -> Tensor:
+        return (self.logits(images) + self.logits(images.flip(-1))) / 2
+
+
 @dataclass(frozen=True)
 class Classifier:
     """A model or graph with its preprocessing and class names.
@@ -45,7 +60,7 @@ class Classifier:
         classes: class names in the order of the logits, or None if unknown.
         model: the PyTorch model, or None for an ONNX graph.
         num_classes: number of outputs.
-        problem_type: what the logits mean, as in `Checkpoint`.
+        problem_type, temperature: of the logits, as in `Checkpoint`.
     """
 
     name: str
@@ -55,6 +70,7 @@ class Classifier:
     model: ImageClassifier | None = None
     num_classes: int = 0
     problem_type: ProblemType | None = None
+    temperature: float = 1.0
 
     def __post_init__(self) -> None:
         if self.problem_type == "regression":
@@ -89,6 +105,7 @@ class Classifier:
             model,
             model.num_classes,
             getattr(model, "problem_type", None),
+            getattr(model, "temperature", 1.0),
         )
 
     def __call__(self, images: Iterable[Image.Image]) -> Tensor:
@@ -106,6 +123,7 @@ class Classifier:
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Logits (B, classes) → probabilities: of each class alone if an image has several."""
+        logits = logits / self.temperature
         if self.problem_type == "multi_label_classification" or logits.shape[-1] == 1:
             return logits.sigmoid()  # as in transformers' pipeline
         return logits.softmax(dim=-1)
@@ -172,6 +190,25 @@ class Classifier:
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         return {self.label(index): value for index, value in pairs}
 
+    def flipped(self) -> Classifier:
+        """The same model with test-time augmentation, see `Flipped`."""
+        return replace(self, logits=torch.no_grad()(Flipped(self.logits)))
+
+    def with_classes(self, names: Sequence[str]) -> Classifier:
+        """The same model with the class names of its outputs, in order.
+
+        Raises:
+            UserError: if it has names, or another number of outputs.
+        """
+        if self.classes is not None:
+            raise UserError(f"{self.name} has class names; omit the class map")
+        if len(names) != self.num_classes or len(set(names)) < len(names):
+            raise UserError(
+                f"the class map has {len(set(names))} different names on {len(names)} lines, but "
+                f"{self.name} has {self.num_classes} outputs"
+            )
+        return replace(self, classes=tuple(names))
+
     def module(self) -> ImageClassifier:
         """The PyTorch model.
 
@@ -229,7 +266,7 @@ def open_model(
         if graph is None:
             return Classifier.of(held.build(), name, held.preprocessing, held.classes)
         prepared = default_preprocessing(held.preprocessing, held.config)
-        about = held.classes, None, held.config.num_classes, held.problem_type
+        about = held.classes, None, held.config.num_classes, held.problem_type, held.temperature
         return Classifier(name, graph, prepared, *about)
 
 

@@ -179,7 +179,8 @@ def _open_run(what: str, _: object) -> Opened:
         prepared |= {name: data[name] for name in ("exif", "grey_bits") if name in data}
         preprocessing = from_dict(Preprocessing, prepared, "input")
     weights = state["model"] if state["ema"] is None else state["ema"]
-    return weights, Checkpoint(config, {}, name, preprocessing, tuple(classes), figures=result)
+    about = name, preprocessing, tuple(classes), None, result, run.temperature
+    return weights, Checkpoint(config, {}, *about)
 
 
 def _open_public(what: str, _: object) -> Opened:

@@ -224,6 +224,8 @@ class Checkpoint:
         classes: class names in the order of the logits, or None.
         problem_type: what the logits mean, as in transformers; also an attribute of the model.
         figures: results for the model card, for example a run's `result.json`.
+        temperature: what the logits are divided by for probabilities (`locality eval --calibrate`);
+            also an attribute of the model.
     """
 
     config: Any
@@ -233,6 +235,7 @@ class Checkpoint:
     classes: tuple[str, ...] | None = None
     problem_type: ProblemType | None = None
     figures: Mapping[str, Any] | None = None
+    temperature: float = 1.0
 
     def __post_init__(self) -> None:
         if self.preprocessing is not None:
@@ -242,6 +245,7 @@ class Checkpoint:
         if names is not None and len(names) != count:
             raise UserError(f"{len(names)} class names given for {count} classes")
         checks.typed("problem_type", self.problem_type, ProblemType | None)
+        checks.typed("temperature", self.temperature, checks.Positive)
 
     @classmethod
     def of(
@@ -259,10 +263,12 @@ class Checkpoint:
         """
         inner: Any = getattr(model, "_orig_mod", model)  # torch.compile's
         problem_type = getattr(inner, "problem_type", None)
+        temperature = getattr(inner, "temperature", 1.0)
         if isinstance(getattr(inner, WRAPPER, None), ImageClassifier):
             known = inner.config.checkpoint()
             preprocessing, classes = preprocessing or known.preprocessing, classes or known.classes
-            problem_type, inner = known.problem_type, inner.locality
+            problem_type, temperature = known.problem_type, known.temperature
+            inner = inner.locality
         if not isinstance(inner, ImageClassifier):
             raise UserError(f"a model of this library is needed, not a {type(inner).__name__}")
         state = contiguous_copies(
@@ -275,7 +281,7 @@ class Checkpoint:
         check_finite(state)
         names = None if classes is None else tuple(classes)
         about = inner.variant, preprocessing, names, problem_type
-        return cls(inner.config, state, *about, figures=figures)
+        return cls(inner.config, state, *about, figures, temperature)
 
     def build(self) -> ImageClassifier:
         """Build the model, in evaluation mode, on the CPU in fp32.
@@ -290,6 +296,7 @@ class Checkpoint:
         state = {name: tensor.to(expected[name].dtype) for name, tensor in self.state.items()}
         model.load_state_dict(state, strict=True, assign=True)
         model.variant, model.problem_type = self.name, self.problem_type
+        model.temperature = self.temperature
         return model.eval()
 
     def describe(self) -> dict[str, Any]:
@@ -303,6 +310,7 @@ class Checkpoint:
             "input": None if self.preprocessing is None else dataclasses.asdict(self.preprocessing),
             "labels": None if self.classes is None else list(self.classes),
             "problem_type": self.problem_type,
+            "temperature": self.temperature,
         }
 
     @classmethod
@@ -338,6 +346,7 @@ class Checkpoint:
             None if prepared is None else from_dict(Preprocessing, prepared, "input"),
             None if labels is None else tuple(labels),
             content.get("problem_type"),
+            temperature=content.get("temperature", 1.0),
         )
 
 

@@ -29,7 +29,7 @@ PREVIOUS = "previous.ckpt"
 BEST = "best.ckpt"
 
 _SHAPE = {"step": checks.Natural, "progress": dict, "model": dict, "optimizer": dict, "data": str}
-_SHAPE |= {"ema?": dict, "config?": dict, "metrics?": str, "scaler?": dict}
+_SHAPE |= {"ema?": dict, "config": dict, "metrics": str, "scaler": dict}
 _MAGIC = "locality checkpoint 1"
 _HEADER_BYTES = len(_MAGIC) + 1 + 64 + 1 + 20 + 1
 

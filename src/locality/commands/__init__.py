@@ -22,8 +22,8 @@ from locality.checkpoints.registry import detect_kind
 from locality.checks import Count, choices
 from locality.data.config import DataConfig
 from locality.data.tables import has_table
-from locality.errors import UserError, near
-from locality.files import missing
+from locality.errors import UserError, near, prefix_errors
+from locality.files import missing, read_text
 from locality.settings import flatten, parse, settings_of, to_dict
 from locality.training.config import RunConfig, read_config
 
@@ -129,6 +129,8 @@ class Parser(argparse.ArgumentParser):
         self.add("--entry", None, "state dict to load, if a file has several")
         text = "a model setting that the weights do not record: kv_stride=1"
         self.add("--set", [], text, action="append", metavar="NAME=VALUE")
+        text = "file of the weights' class names, one a line, if they have none"
+        self.add("--class_map", None, text)
 
     def add_overwrite(self) -> None:
         """Add the option to replace an existing output."""
@@ -256,7 +258,11 @@ class GivenModel:
         from locality.checkpoints.api import open_model
 
         given = self._options
-        return open_model(self.what, given.variant, given.entry, given.set)
+        opened = open_model(self.what, given.variant, given.entry, given.set)
+        if given.class_map is None:
+            return opened
+        with prefix_errors(given.class_map):
+            return opened.with_classes(read_text(given.class_map).splitlines())
 
 
 def say(sentence: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from msgspec import Meta
@@ -49,6 +49,10 @@ _RESTRICTIONS = "part fraction train_part val_part fold"
 _WHOLE = {f"data.{name}": getattr(DataConfig(), name) for name in _RESTRICTIONS.split()}
 _READING = {"dataset", "allow_outside", "grey_bits", "exif"}
 _READING |= {"label", "image_column", "label_column", "group_column", "group_by"}
+_TTA = "average over an image and its mirror image"
+UNKNOWN = "unknown"
+"""The prediction for an image below `predict --threshold`."""
+_THRESHOLDS = (0.5, 0.7, 0.9, 0.95, 0.99)
 _IMAGES = "files or folders; a run's validation images by default"
 
 
@@ -64,7 +68,10 @@ def predict(arguments: Sequence[str]) -> int:
     parser.add_argument("images", nargs="+", help=what)
     parser.add_model("--model", graph=True)
     parser.add("--top", 5, "number of classes to show")
-    parser.add("--json", False, "print JSON")
+    parser.add("--json", False, "print JSON, an object a line")
+    sure = "least confidence, see eval; images below are unknown"
+    parser.add("--threshold", None, sure, checks.Share)
+    parser.add("--tta", None, _TTA, Literal["flip"])
     table = "write a CSV file: path, prediction, probability of each class; - prints it"
     parser.add("--output", None, table)
     parser.add_overwrite()
@@ -82,6 +89,8 @@ def predict(arguments: Sequence[str]) -> int:
     files = list(image_files(options.images))
     model = GivenModel(options.model, options)
     classifier = model.opened
+    classifier = classifier.flipped() if options.tta else classifier
+    least = options.threshold or 0.0
     read: list[Path] = []
     bad: list[str] = []
     probabilities: list[Tensor] = []
@@ -93,7 +102,7 @@ def predict(arguments: Sequence[str]) -> int:
     code = report_unreadable(bad, len(files), "images")
     if options.output is not None:
         names = [classifier.label(index) for index in range(len(probabilities[0]))]
-        written = predictions_csv(["path"], names, results)
+        written = predictions_csv(["path"], names, results, least)
         if output is None:
             print(written, end="")
         else:
@@ -101,12 +110,14 @@ def predict(arguments: Sequence[str]) -> int:
             print(Path(output).absolute())
         return code
     named = [(str(file), classifier.top_classes(row, options.top)) for file, row in results]
-    if options.json:
-        listed = [{"image": file, "classes": classes} for file, classes in named]
-        print(json.dumps(listed, indent=2))
-        return code
     for file, classes in named:
+        known = max(classes.values()) >= least
+        if options.json:
+            prediction = next(iter(classes)) if known else UNKNOWN
+            print(json.dumps({"image": file, "prediction": prediction, "classes": classes}))
+            continue
         shown = "  ".join(f"{name} {100 * p:.1f}%" for name, p in classes.items())
+        shown = shown if known else f"{UNKNOWN}  ({shown})"
         print(f"{printable(file)}: {printable(shown)}")
     return code
 
@@ -115,6 +126,7 @@ def predictions_csv(
     heading: Sequence[str],
     classes: Sequence[str],
     rows: Iterable[tuple[*tuple[object, ...], Tensor]],
+    least: float = 0.0,
 ) -> str:
     """A CSV table of predictions and class probabilities.
 
@@ -122,11 +134,14 @@ def predictions_csv(
         heading: names of the first columns.
         classes: class names, in the order of the probabilities.
         rows: the first cells, followed by (classes,) probabilities.
+        least: the confidence below which a prediction is `UNKNOWN`.
     """
     listed: list[list[object]] = [[*heading, "prediction", *classes]]
     for *named, probabilities in rows:
         shown = [f"{value:.6f}" for value in probabilities.tolist()]
-        listed.append([*named, classes[int(probabilities.argmax())], *shown])
+        known = probabilities.max() >= least
+        best = classes[int(probabilities.argmax())] if known else UNKNOWN
+        listed.append([*named, best, *shown])
     return csv_text(listed)
 
 
@@ -155,6 +170,9 @@ def evaluate(arguments: Sequence[str]) -> None:
     parser.add("--img_size", None, "side in pixels, or [height,width]", checks.ImageSize | None)
     parser.add("--batch_size", 256, "images per batch")
     parser.add("--precision", "fp32", "fp32, bf16-mixed, fp16-mixed or auto")
+    parser.add("--tta", None, _TTA, Literal["flip"])
+    text = "fit the temperature of a run's probabilities on its validation images, and keep it"
+    parser.add("--calibrate", False, text)
     parser.add("--json", False, "print JSON")
     parser.add("--predictions", None, "write a CSV: path, label, prediction, probabilities")
     parser.add_overwrite()
@@ -198,11 +216,16 @@ def evaluate(arguments: Sequence[str]) -> None:
     splits = training.open_for(
         opened, chosen, config.seed, whole, recorded=not other, splits=splits
     )
+    if options.calibrate and (model.kind != "run" or other or overrides or options.tta):
+        raise UserError("--calibrate is for a run on its own validation images; omit the others")
     seen: list[tuple[int, int, Tensor]] = []
+    kept: list[tuple[Tensor, Tensor]] = []
     collector = training.PredictionCollector(len(splits.val))
 
     def keep(batch: data.Batch, logits: Tensor) -> None:
-        collector(batch, logits.cpu())
+        collector(batch, logits.cpu() / opened.temperature)
+        if options.calibrate:
+            kept.append((logits.cpu(), batch.targets))
         if options.predictions:
             seen.extend(
                 zip(batch.indices, batch.targets, opened.probabilities(logits).cpu(), strict=True)
@@ -216,14 +239,29 @@ def evaluate(arguments: Sequence[str]) -> None:
         precision=options.precision,
         splits=splits,
         on_batch=keep,
+        tta=options.tta is not None,
     )
     classes = opened.classes or splits.classes
     if options.predictions:
         rows = ((splits.val.describe(i), classes[k], each) for i, k, each in seen)
         written = predictions_csv(["path", "label"], classes, rows)
         write_atomic(options.predictions, written)
+    predictions = collector.predictions(splits.val, classes)
+    if options.calibrate:
+        error = predictions.calibration()[1]
+        temperature, confidence = training.calibrate(model.what, kept)
+        fitted = dataclasses.replace(predictions, confidence=confidence)
+        say(
+            f"temperature {temperature:.3f} is kept in {model.what}; expected calibration error "
+            f"{100 * error:.1f} points before, {100 * fitted.calibration()[1]:.1f} with it, on the "
+            f"images it was fitted to"
+        )
+        predictions = fitted
     if options.json:
-        print(json.dumps(result))
+        known = ("name", "images", "recall", "precision", "f1")
+        by_class = [{name: row[name] for name in known} for row in predictions.per_class()]
+        result |= predictions.macro | {"calibration_error": predictions.calibration()[1]}
+        print(json.dumps(result | {"classes": by_class}))
         return
     top5 = f"top-5 {result['top5']:.2f}%  " if len(classes) > 5 else ""
     print(
@@ -231,7 +269,7 @@ def evaluate(arguments: Sequence[str]) -> None:
         f"on {result['n']} {'images' if whole else 'validation images'} of "
         f"{chosen.root or result['dataset']}"
     )
-    print("\n".join(_by_class(collector.predictions(splits.val, classes))))
+    print("\n".join(_by_class(predictions)))
 
 
 def _moved(run: str, config: RunConfig, root: str) -> data.DataSplits | None:
@@ -245,7 +283,7 @@ def _moved(run: str, config: RunConfig, root: str) -> data.DataSplits | None:
 
 
 def _by_class(predictions: Predictions) -> list[str]:
-    """Recall, precision and confusion matrix of the classes with the lowest recall."""
+    """Recall, precision, F1 and confusion matrix of the classes with the lowest recall."""
     rows = predictions.by_recall()
     shown = sorted(rows[:_CLASSES], key=itemgetter("number"))
     numbers = [row["number"] for row in shown]
@@ -255,19 +293,34 @@ def _by_class(predictions: Predictions) -> list[str]:
     confusion = predictions.confusion(numbers, columns).tolist()
     recalls, counts = list[list[Any]](), list[list[Any]]()
     for row, confused in zip(shown, confusion, strict=True):
-        name = f"{row['number'] + 1} {printable(row['name'])}"
-        precision = f"{row['precision']:.1f}" if row["called"] else ""
-        recalls.append([name, row["images"], f"{row['recall']:.1f}", precision])
-        counts.append([name, *(count or "" for count in confused)])
+        name, precision = printable(row["name"]), f"{row['precision']:.1f}" if row["called"] else ""
+        recalls.append([name, row["images"], f"{row['recall']:.1f}", precision, f"{row['f1']:.1f}"])
+        counts.append([name, row["number"] + 1, *(count or "" for count in confused)])
     left = f"; shown: lowest recall, {len(shown)} of {len(rows)} classes" * (len(shown) < len(rows))
-    never = predictions.never
+    never, macro = predictions.never, predictions.macro
     return [
         "",
-        table(recalls, ["class", "images", "recall %", "precision %"]),
-        f"mean recall {predictions.macro:.1f}%{left}"
+        table(recalls, ["class", "images", "recall %", "precision %", "F1 %"]),
+        f"balanced accuracy (mean recall) {macro['balanced_accuracy']:.1f}%, "
+        f"macro F1 {macro['macro_f1']:.1f}%{left}"
         + (f"; never predicted: {some(never)}" if never else ""),
+        *_answered(predictions),
         "",
-        table(counts, ["class, predicted as", *(f"{number + 1}" for number in columns)]),
+        "images by class they are predicted as:",
+        table(counts, ["class", "no.", *(f"{number + 1}" for number in columns)]),
+    ]
+
+
+def _answered(predictions: Predictions) -> list[str]:
+    """What `predict --threshold` would answer, and how much of that is right."""
+    rows = []
+    for threshold in _THRESHOLDS:
+        answered, right = predictions.answered(threshold)
+        rows.append([threshold, f"{answered:.1f}", "" if right is None else f"{right:.1f}"])
+    return [
+        "",
+        f"expected calibration error {100 * predictions.calibration()[1]:.1f} points",
+        table(rows, ["--threshold", "answered %", "of these right %"]),
     ]
 
 

@@ -79,6 +79,7 @@ def convert(arguments: Sequence[str]) -> None:
     parser.add("--half", False, "write fp16, half the size")
     parser.add_overwrite()
     options = parser.read(arguments)
+    parser.refuse("class_map", "names the classes of predictions and graphs")
     GivenModel(options.source, options)
     check_target(Path(options.target), options.to, options.overwrite)
 

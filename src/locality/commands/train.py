@@ -105,8 +105,8 @@ def _closing(folder: Path, result: dict[str, Any], baselines: str) -> list[str]:
         f"top-1     {result['top1']:.1f}% of {evaluated:,} validation images "
         f"(95% interval {100 * low:.1f} to {100 * high:.1f})",
         f"baselines {baselines}",
-        f"classes   {predictions.macro:.1f}% on average over {len(rows):,} classes, "
-        f"lowest {rows[0]['recall']:.1f}% ({printable(rows[0]['name'])})",
+        f"classes   {predictions.macro['balanced_accuracy']:.1f}% on average over "
+        f"{len(rows):,} classes, lowest {rows[0]['recall']:.1f}% ({printable(rows[0]['name'])})",
     ]
     if never := predictions.never:
         lines[-1] += f"; {len(never)} never predicted: {some(never)}"

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from locality.checks import typed
 from locality.errors import UserError, lookup, near
 from locality.models.config import PREFIX, CvTConfig, TimmConfig, ViTConfig, signature_diff
 
@@ -180,6 +181,7 @@ def named(name: str, **fields: Any) -> Any:
     Raises:
         UserError: for an unknown name or field (suggesting the nearest), or a value out of range.
     """
+    name = typed("name", name, str)
     config = TimmConfig.named(name) if name.startswith(PREFIX) else variant(name).config
     return config.with_overrides(**fields)
 

@@ -366,6 +366,7 @@ def _from_predictions(run: RecordedRun, predictions: Predictions) -> dict[str, A
     names = [predictions.classes[number] for number in shown]
     return {
         "predictions": predictions,
+        "macro": predictions.macro,
         "evaluated": len(predictions.labels),
         "unread": int(run.result["val_images"]) - len(predictions.labels),
         "rows": predictions.by_recall()[:_MAX_CLASSES],

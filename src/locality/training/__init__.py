@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from locality.training.cost import dry_run as dry_run
     from locality.training.engine import train as train
     from locality.training.evaluation import PredictionCollector as PredictionCollector
+    from locality.training.evaluation import calibrate as calibrate
     from locality.training.evaluation import evaluate as evaluate
     from locality.training.evaluation import evaluate_opened as evaluate_opened
     from locality.training.evaluation import evaluate_run as evaluate_run

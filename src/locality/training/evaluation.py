@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
 from locality import checks
-from locality.checkpoints.api import Classifier, open_model
+from locality.checkpoints.api import Classifier, Flipped, open_model
 from locality.data import Batch, BatchLoader, DataSplits, ImageSource, eval_loader, open_data
 from locality.data.config import DataConfig, check_rgb
 from locality.data.datasets import renumber
@@ -62,6 +65,7 @@ def evaluate_opened(
     accelerator: str = "auto",
     splits: DataSplits | None = None,
     on_batch: Callable[[Batch, Tensor], None] | None = None,
+    tta: bool = False,
 ) -> dict[str, Any]:
     """Top-1, top-5 and loss of an opened model on a dataset, with the model's preprocessing.
 
@@ -77,6 +81,7 @@ def evaluate_opened(
         accelerator: "auto", "cpu", "cuda" or "mps"; graphs run on the CPU.
         splits: the data, if already opened by `open_for`.
         on_batch: as for `evaluate`.
+        tta: average the logits of images and their mirror images.
 
     Raises:
         UserError: if the data has other classes, the precision or accelerator is unknown, an image
@@ -117,7 +122,8 @@ def evaluate_opened(
             on_batch(batch, logits)
 
     with devices.autocast(device.type, chosen), switched(model, shortcuts=True):
-        result = evaluate(model.to(device), loader, device, on_batch=checked)
+        module = Flipped(model.to(device)) if tta else model.to(device)
+        result = evaluate(module, loader, device, on_batch=checked)
     return result | {"dataset": data.dataset, "skipped": dict(loader.skipped)}
 
 
@@ -252,6 +258,31 @@ def evaluate(
         "loss": loss / total,
         "n": int(count),
     }
+
+
+def calibrate(
+    folder: Path | str, kept: Sequence[tuple[Tensor, Tensor]]
+) -> tuple[float, npt.NDArray[np.float64]]:
+    """Fit the temperature T at which softmax(logits / T) has the least cross entropy (Guo et al.,
+    2017), and keep it in the folder of a run.
+
+    Args:
+        folder: the run folder.
+        kept: logits (B, classes) and class numbers (B,) of every batch of its validation images.
+
+    Returns:
+        T, and the confidence of every image, (n,).
+    """
+    logits, targets = (torch.cat(parts).cpu() for parts in zip(*kept, strict=True))
+
+    def loss(log: float) -> float:
+        return F.cross_entropy(logits / math.exp(log), targets).item()
+
+    temperature = math.exp(minimize_scalar(loss, bounds=(-4, 4), method="bounded").x)
+    run = RunFolder(folder)
+    content = {"temperature": temperature, "images": len(targets)}
+    run.write_json(run.calibration_file, content)
+    return temperature, (logits / temperature).softmax(1).amax(1).double().numpy()
 
 
 class PredictionCollector:

@@ -270,6 +270,7 @@ class Recorder:
             "steps": steps,
             "best_step": row["step"],
             **{name: row[name] for name in ("top1", "top5", "val_loss")},
+            **folder.predictions().macro,
             "parameters": run.parameters,
             "macs": run.macs,
             "train_images": len(run.splits.train),
