@@ -19,7 +19,7 @@ class Positional(nn.Module):
         self.v_pos, self.heads = gated.v_pos, gated.num_heads
         self.value, self.project = gated.qkv.weight[2 * gated.dim :], gated.proj
 
-    def forward(self, x, grid, queries=None):
+    def forward(self, x, grid, part=None, first=False):
         values = nn.functional.linear(x, self.value).unflatten(2, (self.heads, -1)).transpose(1, 2)
         position = positional_factors(self.v_pos, grid).attend(values)
         return self.project(position.transpose(1, 2).flatten(2))
@@ -32,7 +32,7 @@ class Content(nn.Module):
         super().__init__()
         self.qkv, self.project, self.heads = gated.qkv, gated.proj, gated.num_heads
 
-    def forward(self, x, grid, queries=None):
+    def forward(self, x, grid, part=None, first=False):
         q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         heads = nn.functional.scaled_dot_product_attention(q, k, v)
         return self.project(heads.transpose(1, 2).flatten(2))

@@ -159,6 +159,21 @@ def test_stochastic_depth_rises_linearly(name, fields, last):
     assert rates == pytest.approx([last * i / (len(blocks) - 1) for i in range(len(blocks))])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_dropout_acts_on_the_matrix(kind, randomise):
+    fields = {"num_classes": 10, "attn_drop_rate": 0.5} | KINDS[kind]
+    model = randomise(build(kind.partition(",")[0], **fields))
+    for layer in [part for part in model.modules() if hasattr(part, "attention_maps")]:
+        x = torch.randn(2, 12 + int(getattr(layer, "class_token", False)), layer.dim)
+        for rate in (0.5, 0):
+            layer.train(rate > 0)
+            maps = layer.attention_maps(x, (3, 4))
+            torch.manual_seed(0)
+            heads = nn.functional.dropout(maps.mixed, rate) @ maps.value
+            torch.manual_seed(0)
+            assert_near(layer(x, (3, 4)), layer.proj(heads.transpose(1, 2).flatten(2)))
+
+
 def test_any_size_and_any_batch_works(model):
     cvt = model.config.family == "cvt"
     for size in [(17, 45), (3, 3), (3, 40)] if cvt else [(12, 6), (2, 18)]:

@@ -14,6 +14,7 @@ as the user changes gates and the strength of locality.
 from __future__ import annotations
 
 import base64
+import io
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -34,8 +35,9 @@ from locality.data.config import Preprocessing
 from locality.data.decoding import to_rgb
 from locality.data.preprocessing import high_resolution_crop
 from locality.errors import UserError
-from locality.models.base import position_embedding
+from locality.files import write_atomic
 from locality.models.config import ViTConfig
+from locality.models.transformer import position_embedding
 from locality.models.variants import FAMILY_NAMES, family_of
 from locality.templates import render, write_page
 
@@ -110,6 +112,39 @@ def explorer_page(
     }
     layers = [layer for about in models for layer in about["layers"]]
     return render_page("explorer.html", layers, blobs, {"images": pictures, "models": models})
+
+
+def write_maps(
+    subjects: Sequence[Classifier],
+    images: Sequence[Image.Image],
+    output: Path | str,
+    names: Sequence[str],
+) -> Path:
+    """Write the attention of one or more models on some images as a NumPy archive (.npz).
+
+    "1.blocks.0.attn.mixed" is the first model's layer of that name, (images, heads, queries, keys);
+    `content`, `position` (heads, queries, keys) and `gate` (heads,) where a layer has them.
+    "models" and "images" are the names.
+
+    Returns:
+        the path of the file.
+    """
+    check_count(subjects)
+    models = [subject.name for subject in subjects]
+    arrays = {"models": np.array(models), "images": np.array(names)}
+    for number, subject in enumerate(subjects, 1):
+        model: Any = subject.module()
+        with eval_mode(model), capture(model) as views:
+            model(prepare_sample(subject, images).images)
+        for view in views:
+            own = ("content", "position", "gate") if view.maps.position is not None else ()
+            for part in ("mixed", *own):
+                if (values := getattr(view.maps, part)) is not None:
+                    arrays[f"{number}.{view.name}.{part}"] = values.float().cpu().numpy()
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, allow_pickle=False, **arrays)
+    write_atomic(output, buffer.getvalue())
+    return Path(output)
 
 
 def check_count(subjects: Sequence[Classifier]) -> None:
@@ -294,7 +329,8 @@ def _form(preprocessing: Preprocessing) -> str:
 
 def _describe(subject: Classifier) -> tuple[dict[str, Any], bytes]:
     """A model's description for `forward.js`, and its weights in half precision."""
-    model, preprocessing = subject.module(), subject.preprocessing
+    model: Any = subject.module()
+    preprocessing = subject.preprocessing
     config: Any = model.config
     # Only these kinds of attention are implemented in `forward.js`.
     if not isinstance(config, ViTConfig) or (

@@ -1,4 +1,4 @@
-"""Datasets by name: `open_data`, checks of images, and their openers.
+"""Datasets by name: `open_data`, checks of images, and the openers that `datasets.yaml` lists.
 
 From torchvision readers that decode files themselves, only the (private) lists of files and labels
 are used, so that one decoding policy applies to all images.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import os
+import pkgutil
 import re
 import zlib
 from collections import Counter
@@ -27,7 +28,7 @@ from scipy.sparse.csgraph import connected_components
 from scipy.spatial.distance import cdist
 from tqdm import tqdm
 
-from locality.data.config import DATASETS, DataConfig, DatasetInfo
+from locality.data.config import DATASETS, DataConfig
 from locality.data.folder import (
     check_root,
     list_folder,
@@ -46,8 +47,7 @@ from locality.data.sources import (
     first_equal,
     imbalance,
 )
-from locality.data.tables import open_arrow, open_table
-from locality.errors import UserError, counted, printable, some, wrap_errors
+from locality.errors import UserError, printable, some, wrap_errors
 from locality.files import read_text
 
 _PART_SEED = 0  # of `DataConfig.part`: the same in all runs
@@ -75,9 +75,11 @@ def open_data(
         UserError: the dataset is missing or unusable, or a fraction leaves a class empty.
     """
     check_root(config)
-    opened = OPENERS[config.dataset](config)
+    row = DATASETS[config.dataset]
+    opener = pkgutil.resolve_name(f"locality.data.{row['opener']}")
+    opened = opener(config)
     _set_groups(config, [source for source in opened[1:] if source is not None])
-    classes, train, val = _ordered(opened, names, custom=DATASETS[config.dataset].images is None)
+    classes, train, val = _ordered(opened, names, custom="images" not in row)
     if config.part != (0.0, 1.0):
         train = train.subset(class_slice(train.labels, config.part, _PART_SEED))
         val = val and val.subset(class_slice(val.labels, config.part, _PART_SEED))
@@ -253,7 +255,7 @@ class CheckReport:
     def lines(self, most: int = 10) -> list[str]:
         """The report in words, with at most `most` examples of each fault."""
         counts = ", ".join(f"{number:,} in {part}" for part, number in self.images.items())
-        text = [f"{self.folder}: {counted(self.classes, 'class')}, images: {counts}"]
+        text = [f"{self.folder}: {self.classes} classes, images: {counts}"]
         for side, values in self.sizes.items():
             spread = " · ".join(map(str, values))
             text.append(f"{side} (least · 5% · median · 95% · greatest): {spread} pixels")
@@ -391,7 +393,8 @@ def near_copies(train: Sequence[Examined], val: Sequence[Examined]) -> str:
     same photograph, cropped or compressed anew, or the next picture of a series.
     """
     ours, theirs = (
-        _greys([image for image in images if not image.fault]) for images in (train, val)
+        np.array([image.grey for image in images if not image.fault], dtype=float).reshape(-1, 64)
+        for images in (train, val)
     )
     theirs = theirs[:: 1 + len(ours) * len(theirs) // _MOST_PAIRS]
     if not len(ours) or not len(theirs):
@@ -404,38 +407,6 @@ def near_copies(train: Sequence[Examined], val: Sequence[Examined]) -> str:
         f"may be too high; keep the images of a subject together: --data.group_by '([^_]+)_' (what "
         f"their file names share) or --data.group_column"
     )
-
-
-def mirror_classes(train: Sequence[Examined], labels: Indices, classes: Sequence[str]) -> str:
-    """A warning if mirror images of a class are images of another, which flips confuse; else "".
-
-    Nearest neighbours by 8×8 mean greys decide: most of a class are nearest to their own class, and
-    their mirror images to the other.
-    """
-    known = np.array([not image.fault for image in train], dtype=bool)
-    if not known.any() or len(train) > MAX_COMPARED:
-        return ""
-    labels, count = labels[: len(train)][known], len(classes)
-    greys = _greys([image for image in train if not image.fault])
-    shares = []
-    for images in (greys, greys.reshape(-1, 8, 8)[:, :, ::-1].reshape(-1, 64)):
-        distances = cdist(images, greys, "cityblock")
-        np.fill_diagonal(distances, np.inf)
-        pairs = count * labels + labels[distances.argmin(axis=1)]
-        table = np.bincount(pairs, minlength=count**2).reshape(count, count)
-        shares.append(table / np.maximum(1, table.sum(axis=1, keepdims=True)))
-    plain, mirrored = shares
-    hits = (mirrored > 0.5) & (mirrored > plain + 0.3) & (np.diag(plain)[:, None] > 0.5)
-    named = [
-        f"{classes[one]} and {classes[other]}" for one, other in np.argwhere(hits) if one < other
-    ]
-    if not named:
-        return ""
-    return f"mirror images of these classes look alike: {some(named)}; train with --augment.hflip 0"
-
-
-def _greys(images: Sequence[Examined]) -> npt.NDArray[np.float64]:
-    return np.array([image.grey for image in images], dtype=float).reshape(-1, 64)
 
 
 def _unused_bits(images: Iterable[Examined]) -> tuple[str, bool]:
@@ -563,24 +534,10 @@ def _read_idx(path: Path, dims: int) -> npt.NDArray[np.uint8]:
         return np.frombuffer(content, np.uint8, offset=4 + 4 * dims).reshape(shape)
 
 
-# The reader, and its options for each part: the last is for validation, the others for training.
-_READERS: dict[str, tuple[Any, *tuple[dict[str, Any], ...]]] = {
-    "fashion_mnist": (torchvision.datasets.FashionMNIST, {}),
-    "cifar10": (torchvision.datasets.CIFAR10, {"train": True}, {"train": False}),
-    "cifar100": (torchvision.datasets.CIFAR100, {"train": True}, {"train": False}),
-    # As in the transfer results that CvT's Table 4 compares with.
-    "flowers102": (
-        torchvision.datasets.Flowers102,
-        *({"split": part} for part in ("train", "val", "test")),
-    ),
-    "pets": (torchvision.datasets.OxfordIIITPet, {"split": "trainval"}, {"split": "test"}),
-}
-
-
 def _parts(config: DataConfig) -> list[Any]:
     """The parts of a dataset, opened by its torchvision reader."""
-    title, content = DATASETS[config.dataset].title, DATASETS[config.dataset].content
-    reader, *parts = _READERS[config.dataset]
+    row = DATASETS[config.dataset]
+    title, content = row["title"], row["content"]
     root = Path(config.root or "").expanduser()
     # The first of several processes downloads; the others wait and find the files.
     turn: Any = contextlib.nullcontext()
@@ -589,7 +546,12 @@ def _parts(config: DataConfig) -> list[Any]:
         turn = WeakFileLock(root / ".locality.lock")
     try:
         with turn:
-            return [reader(str(root), download=config.download, **part) for part in parts]
+            return [
+                getattr(torchvision.datasets, row["reader"])(
+                    str(root), download=config.download, **part
+                )
+                for part in row["parts"]
+            ]
     except URLError as error:
         raise UserError(
             f"{title} could not be downloaded ({error.reason}); put {content} into '{root}'"
@@ -602,7 +564,7 @@ def _parts(config: DataConfig) -> list[Any]:
 
 
 def open_torchvision(config: DataConfig) -> Opened:
-    """A dataset with a torchvision reader.
+    """A dataset with a torchvision reader, see `datasets.yaml`.
 
     The reader needs `classes` (SVHN's has none), and either `data`, (n, height, width, 3), with
     `targets`, or files as `_images` or `_image_files` with `_labels`.
@@ -633,19 +595,23 @@ def _source(parts: list[Any], name: str, config: DataConfig) -> ImageSource:
 
 
 def open_shuffled(config: DataConfig) -> tuple[list[str], ImageSource, ImageSource | None]:
-    """Classes and images of another dataset, `DatasetInfo.of`; always in the same orders."""
-    info = DATASETS[config.dataset]
-    classes, train, val = OPENERS[info.of](replace(config, dataset=info.of))
-    shuffled = _shuffled(train, info, f"{config.dataset} train")
-    return classes, shuffled, val and _shuffled(val, info, f"{config.dataset} val")
+    """Classes and images of the row's dataset `of`; always in the same orders."""
+    row = DATASETS[config.dataset]
+    opener = pkgutil.resolve_name(f"locality.data.{DATASETS[row['of']]['opener']}")
+    classes, *sources = opener(replace(config, dataset=row["of"]))
+    train, val = (
+        source and ArraySource(_shuffled(source, row), source.labels, f"{config.dataset} {part}")
+        for part, source in zip(("train", "val"), sources, strict=True)
+    )
+    return classes, train, val
 
 
-def _shuffled(source: ImageSource, info: DatasetInfo, name: str) -> ImageSource:
+def _shuffled(source: ImageSource, row: dict[str, Any]) -> npt.NDArray[np.uint8]:
     if source.pixels is None:  # small files of one size
         images = np.stack([np.asarray(source.read(index)) for index in range(len(source))])
     else:
         images = source.pixels.permute(0, 2, 3, 1).numpy()
-    return ArraySource(shuffle_patches(images, info.patch, info.share), source.labels, name)
+    return shuffle_patches(images, row["patch"], row["share"])
 
 
 def shuffle_patches(
@@ -672,20 +638,3 @@ def shuffle_patches(
     cells = np.take_along_axis(cells, orders[:, :, None, None, None], axis=1)
     cells = cells.reshape(n, rows, columns, patch, patch, 3).swapaxes(2, 3)
     return cells.reshape(images.shape)
-
-
-OPENERS: dict[str, Callable[[DataConfig], _Found]] = {
-    "digits": open_digits,
-    "folder": open_folder,
-    "table": open_table,
-    "arrow": open_arrow,
-    "fashion_mnist": open_fashion_mnist,
-    "cifar10_jpeg": open_folder,
-    **dict.fromkeys(("cifar10", "cifar100", "flowers102", "pets"), open_torchvision),
-    "imagenet": open_imagenet,
-    "imagenet100": open_imagenet100,
-    "tiny_imagenet": open_tiny_imagenet,
-    **{name: open_shuffled for name, info in DATASETS.items() if info.of},
-}
-"""The function that opens each dataset: its classes, training images, and validation images or None
-to hold some out."""

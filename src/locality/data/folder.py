@@ -312,13 +312,13 @@ def read_image(file: Path, decoding: Decoding = DEFAULT_DECODING) -> Image.Image
 def check_root(config: DataConfig) -> None:
     """Check, without torch, that a dataset's root is given and usable."""
     name = config.dataset
-    info = DATASETS[name]
+    row, needs_root = DATASETS[name], DATASETS[name].get("needs_root", True)
     if config.root is None:
-        if info.needs_root:
-            called = info.title or f"the dataset '{name}'"
+        if needs_root:
+            called = row.get("title", f"the dataset '{name}'")
             what = "a file or folder" if name == "table" else "a folder"
             raise UserError(f"{called} needs {what}; give it as data.root")
-    elif not info.needs_root and not info.content:
+    elif not needs_root and "reader" not in row:
         raise UserError(
             f"{name} has no folder; to read '{config.root}', give data.dataset too, such as folder"
         )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from timm.layers import DropPath
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -190,6 +191,13 @@ def each_query_alone(mix: Function) -> Function:
 def prefix_length(tokens: int, grid: Grid) -> int:
     """Number of tokens before the patches of `grid`: 1 with a class token, else 0."""
     return tokens - grid[0] * grid[1]
+
+
+def mix(layer: Any, q: Tensor, k: Tensor, v: Tensor, grid: Grid, part: Any) -> Tensor:
+    """A layer's `mix`, with attention dropout in training; that needs the matrix."""
+    if not (layer.attn_drop and layer.training):
+        return layer.mix(q, k, v, grid, part)
+    return F.dropout(layer.mix(q, k, identity(k), grid, part), layer.attn_drop) @ v
 
 
 def identity(keys: Tensor) -> Tensor:

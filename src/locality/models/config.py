@@ -38,6 +38,7 @@ class Architecture:
             "token" reads the first patch.
         drop_rate: dropout before the classifier.
         proj_drop_rate: dropout after every attention and inside every MLP.
+        attn_drop_rate: dropout of every attention matrix, which it makes slower to train.
         family, title: the name of the family in files and in messages.
         stem, classifiers: names of the first module and of the classifiers, which are averaged.
         pos_embed: name of the position embedding on each of `grids`.
@@ -60,6 +61,7 @@ class Architecture:
     class_token: bool | None = None
     drop_rate: checks.ShareBelowOne = setting(0.0, "training")
     proj_drop_rate: checks.ShareBelowOne = setting(0.0, "training")
+    attn_drop_rate: checks.ShareBelowOne = setting(0.0, "training")
 
     @property
     def has_class_token(self) -> bool:

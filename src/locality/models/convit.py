@@ -39,12 +39,12 @@ from locality.layers.block import (
     identity,
     make_dropout,
     make_head,
+    mix,
     prefix_length,
     trunc_normal_init_,
 )
 from locality.layers.grid import Grid, check_heads
-from locality.models import base
-from locality.models.base import ImageClassifier
+from locality.models import transformer
 from locality.models.config import ViTConfig
 
 
@@ -57,9 +57,14 @@ class SelfAttention(nn.Module):
         qkv_bias: whether the query, key and value projections have a bias.
         proj_drop: dropout after the output projection.
 
+    Attributes:
+        attn_drop: dropout of the attention matrix.
+
     Raises:
         UserError: if C is not a multiple of the heads.
     """
+
+    attn_drop: float = 0.0
 
     def __init__(
         self, dim: int, num_heads: int, qkv_bias: bool = False, proj_drop: float = 0.0
@@ -81,7 +86,7 @@ class SelfAttention(nn.Module):
         else:
             q, k, v = fast.linear(self.qkv, x).split(self.dim, dim=-1)
         q, k, v = map(self.split_heads, (q, k, v))
-        heads = self.mix(q, k, v, grid, part)
+        heads = mix(self, q, k, v, grid, part)
         heads = heads[:, :, :1] if first else heads
         return self.proj_drop(fast.linear(self.proj, heads.transpose(1, 2).flatten(2)))
 
@@ -217,7 +222,7 @@ class GatedPositionalSelfAttention(PositionalSelfAttention):
         return position.positional_attention(self.v_pos, grid), self.gating.sigmoid()
 
 
-class VisionTransformer(ImageClassifier):
+class VisionTransformer(transformer.Transformer):
     """DeiT or ConViT (ConViT Table 1)."""
 
     config: ViTConfig
@@ -228,10 +233,10 @@ class VisionTransformer(ImageClassifier):
         self.patch_embed = nn.Conv2d(
             config.in_chans, width, kernel_size=config.patch_size, stride=config.patch_size
         )
-        self.cls_token = base.embedding(1, width) if config.has_class_token else None
+        self.cls_token = transformer.embedding(1, width) if config.has_class_token else None
         ((rows, columns),) = config.native_grids
         entries = rows * columns + config.embed_class_token
-        self.pos_embed = base.embedding(entries, width) if config.use_pos_embed else None
+        self.pos_embed = transformer.embedding(entries, width) if config.use_pos_embed else None
         # Stochastic depth grows linearly over the blocks.
         step = config.drop_path_rate / max(1, config.depth - 1)
         self.blocks = nn.ModuleList(
@@ -274,18 +279,18 @@ class VisionTransformer(ImageClassifier):
         # Contiguous, so that no later residual sum works on strided memory.
         x = self.patch_embed(x).flatten(2).transpose(1, 2).contiguous()
         if self.config.embed_class_token and self.cls_token is not None:
-            x = base.prepend_class_token(self.cls_token, x)
+            x = transformer.prepend_class_token(self.cls_token, x)
         if self.pos_embed is not None:
             (native_grid,) = self.config.native_grids
             prefix = int(self.config.embed_class_token)
-            x = x + base.position_embedding(self.pos_embed, native_grid, grid, prefix)
+            x = x + transformer.position_embedding(self.pos_embed, native_grid, grid, prefix)
         return x, grid
 
     def join_class_token(self, x: Tensor, index: int) -> Tensor:
         """The input of block `index`: the class token joins after the positional blocks."""
         joins = index == self.config.gpsa_layers and not self.config.embed_class_token
         if joins and self.cls_token is not None:
-            return base.prepend_class_token(self.cls_token, x)
+            return transformer.prepend_class_token(self.cls_token, x)
         return x
 
     def truncate(self, maps: int) -> dict[str, Any]:
@@ -321,13 +326,16 @@ class VisionTransformer(ImageClassifier):
 def make_attention(config: ViTConfig, index: int) -> SelfAttention:
     """The attention layer of block `index`."""
     own = (config.embed_dim, config.num_heads, config.qkv_bias, config.proj_drop_rate)
-    if index >= config.gpsa_layers:
-        return SelfAttention(*own)
     start = (config.locality_strength, config.conv_init)
     layer: SelfAttention
-    if config.positional_attention == "psa":
+    if index >= config.gpsa_layers:
+        layer = SelfAttention(*own)
+    elif config.positional_attention == "psa":
         layer = PositionalSelfAttention(*own, *start)
     else:
         layer = GatedPositionalSelfAttention(*own, *start, config.gating_init)
         layer.gating.requires_grad_(not config.freeze_gating)
-    return layer.requires_grad_(False) if config.freeze_gpsa else layer
+    layer.attn_drop = config.attn_drop_rate
+    if config.freeze_gpsa and index < config.gpsa_layers:
+        layer.requires_grad_(False)
+    return layer

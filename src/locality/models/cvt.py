@@ -37,11 +37,11 @@ from locality.layers.block import (
     identity,
     make_dropout,
     make_head,
+    mix,
     trunc_normal_init_,
 )
 from locality.layers.grid import AttentionScale, Grid, ProjectionName, check_heads, projected_grid
-from locality.models import base
-from locality.models.base import ImageClassifier
+from locality.models import transformer
 from locality.models.config import CvTConfig, StageConfig
 
 _EPS = 1e-5
@@ -195,9 +195,14 @@ class ConvolutionalAttention(nn.Module):
         proj_drop: dropout after the output projection.
         class_token: whether a class token comes before the patches.
 
+    Attributes:
+        attn_drop: dropout of the attention matrix.
+
     Raises:
         UserError: if C is not a multiple of the heads.
     """
+
+    attn_drop: float = 0.0
 
     def __init__(
         self,
@@ -228,7 +233,7 @@ class ConvolutionalAttention(nn.Module):
         alone = first and hasattr(self.mix, "each_query_alone")
         projected = self.q(x, image, alone), self.k(x, image), self.v(x, image)
         q, k, v = map(self.split_heads, projected)
-        heads = self.mix(q, k, v, grid, part)
+        heads = mix(self, q, k, v, grid, part)
         heads = heads[:, :, :1] if first else heads
         return self.proj_drop(fast.linear(self.proj, heads.transpose(1, 2).flatten(2)))
 
@@ -282,8 +287,10 @@ class Stage(nn.Module):
         self.native_grid = grid
         window = (config.embed_kernel, config.embed_stride, config.embed_padding)
         self.embed = ConvolutionalEmbedding(in_chans, width, *window, config.embed_pool)
-        self.pos_embed = base.embedding(grid[0] * grid[1], width) if config.use_pos_embed else None
-        self.cls_token = base.embedding(1, width) if class_token else None
+        self.pos_embed = (
+            transformer.embedding(grid[0] * grid[1], width) if config.use_pos_embed else None
+        )
+        self.cls_token = transformer.embedding(1, width) if class_token else None
         act, drop = _ACTIVATIONS[model.activation], model.proj_drop_rate
         self.blocks = nn.ModuleList()
         # Stochastic depth grows linearly over the blocks.
@@ -293,6 +300,7 @@ class Stage(nn.Module):
             windows = (config.projection, config.projection_kernel, kv_stride, config.qkv_bias)
             scaled = (model.attention_scale, config.kv_padding, drop, class_token)
             attention = ConvolutionalAttention(width, config.num_heads, *windows, *scaled)
+            attention.attn_drop = model.attn_drop_rate
             self.blocks.append(Block(width, attention, mlp_ratio, act, _EPS, drop, step * index))
 
     def forward(self, image: Tensor, grid: Grid, first: bool = False) -> Tensor:
@@ -301,15 +309,15 @@ class Stage(nn.Module):
         if not self.blocks:  # a stage of the convolutional stem
             x = F.gelu(x)
         if self.pos_embed is not None:
-            x = x + base.position_embedding(self.pos_embed, self.native_grid, grid)
+            x = x + transformer.position_embedding(self.pos_embed, self.native_grid, grid)
         if self.cls_token is not None:
-            x = base.prepend_class_token(self.cls_token, x)
+            x = transformer.prepend_class_token(self.cls_token, x)
         for index, block in enumerate(self.blocks):
             x = block(x, grid, None, first and index == len(self.blocks) - 1)
         return x
 
 
-class ConvolutionalVisionTransformer(ImageClassifier):
+class ConvolutionalVisionTransformer(transformer.Transformer):
     """CvT (Table 2)."""
 
     config: CvTConfig

@@ -28,23 +28,20 @@ class TimmModel(ImageClassifier):
     """
 
     def __init__(self, config: TimmConfig) -> None:
-        super().__init__(config, 0)
         try:
-            self.model: Any = timm.create_model(config.timm_name, **config.arguments)
+            model: Any = timm.create_model(config.timm_name, **config.arguments)
         except TypeError as error:
             raise UnknownSetting(f"{config.name}: {error}") from error
         except (AssertionError, LookupError, RuntimeError, ValueError) as error:
             raise UserError(f"{config.name} cannot be built: {error}") from error
-        width: Any = self.model.num_features
-        self.num_features = self.embed_dim = self.head_hidden_size = width
+        super().__init__(config, model.num_features)
+        self.model = model
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) → logits (B, num_classes)."""
         return self.model(x)
 
-    def forward_features(
-        self, x: Tensor, maps: list[Tensor] | None = None, first: bool = False
-    ) -> Tensor:
+    def forward_features(self, x: Tensor) -> Tensor:
         """(B, C, H, W) → timm's features, a map or tokens."""
         return self.model.forward_features(x)
 

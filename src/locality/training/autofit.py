@@ -71,10 +71,6 @@ def autofit(
     elif config.recipe == "finetune" and images >= FINETUNED_MIX_IMAGES:
         chosen |= {"augment.mixup": 0.8, "augment.cutmix": 1.0}
     notes = [f"images have about {side} pixels on the shorter side{crop}"]
-    if config.augment.hflip:
-        notes.append(
-            "images are flipped left to right; --augment.hflip 0 where that changes the class"
-        )
     if config.recipe == "photos":
         notes += [
             "a small CNN by the same recipe: --model timm/test_resnet",

@@ -1,40 +1,76 @@
-"""timm's further methods: feature maps, pruning, classifiers, groups of parameters."""
+"""What our models share: pooling, classifier, feature maps, pruning, groups of parameters."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Self
 
 import torch
+from timm.layers import resample_abs_pos_embed
 from timm.models import group_parameters
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from locality.errors import UserError
+from locality.layers import fast
 from locality.layers.block import Block, make_head
 from locality.layers.grid import Grid
-from locality.models.config import to_2tuple
+from locality.models.base import ImageClassifier
+from locality.models.config import Architecture
 
 
-class TimmInterface(nn.Module):
-    """Methods of `ImageClassifier` with which timm's tools work."""
+class Transformer(ImageClassifier):
+    """A ViT, ConViT or CvT.
 
-    config: Any
+    Subclasses define `forward_features`, `truncate`, `feature_info` and `group_matcher`, and set
+    `norm`, `head` and `head_drop`. p is the number of class tokens (0, 1).
+    """
+
     norm: nn.Module
     head: nn.Module
-    num_features: int
-    num_prefix_tokens: int
-    forward_features: Any
+    head_drop: nn.Module
 
-    @property
-    def img_size(self) -> Grid:
-        """The native image size (height, width)."""
-        return to_2tuple(self.config.img_size)
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) → logits (B, num_classes)."""
+        token = self.num_prefix_tokens > 0 and self.config.global_pool == "token"
+        return self.forward_head(self.forward_features(x, first=token and self.shortcuts))
 
-    @property
-    def global_pool(self) -> str | None:
-        """The pooling, which timm saves with the weights."""
-        return getattr(self.config, "global_pool", None)
+    def forward_features(
+        self, x: Tensor, maps: list[Tensor] | None = None, first: bool = False
+    ) -> Tensor:
+        """(B, C, H, W) → normalised tokens (B, p + N, width), the class token first.
+
+        Args:
+            x: images.
+            maps: if given, the tokens of each feature map are appended to it.
+            first: return the class token alone, (B, 1, width).
+        """
+        raise NotImplementedError
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Tokens (B, p + N, width) → logits, or the classifier's input if `pre_logits`."""
+        if self.config.global_pool == "avg":
+            x = x[:, self.num_prefix_tokens :].mean(dim=1)
+        elif self.config.global_pool == "token":
+            x = x[:, 0]
+        x = self.head_drop(x)
+        return x if pre_logits else self.head(x)
+
+    def fuse(self) -> Self:
+        """A faster copy for evaluation, with the same logits up to rounding.
+
+        It takes `shortcuts` and merges layers (`fast.fold`). The copy cannot train; load weights
+        before fusing.
+        """
+        fused = super().fuse()
+        fast.fold(fused)
+        fused.shortcuts = True
+        return fused
+
+    def token_grids(self, x: Tensor) -> list[Grid]:
+        """The token grids of images (B, C, H, W)."""
+        return token_grids(self.config, x.shape[1:])
 
     @property
     def grad_checkpointing(self) -> bool:
@@ -153,11 +189,6 @@ class TimmInterface(nn.Module):
             maps.append((patches, class_tokens) if return_prefix_tokens else patches)
         return maps if intermediates_only else (features, maps)
 
-    @property
-    def feature_info(self) -> list[dict[str, Any]]:
-        """One entry per feature map: its width (`num_chs`), `reduction` in pixels, and `module`."""
-        raise NotImplementedError
-
     def truncate(self, maps: int) -> dict[str, Any]:
         """Keep the modules of the first `maps` feature maps.
 
@@ -179,6 +210,43 @@ class TimmInterface(nn.Module):
         raise NotImplementedError
 
     def layer_ids(self) -> dict[str, int]:
-        """Parameter name → layer index in timm's convention, starting with the stem."""
         matcher = self.group_matcher(coarse=False)
         return group_parameters(self, matcher, reverse=True)
+
+
+def embedding(entries: int, width: int) -> nn.Parameter:
+    """A learned class token or position embedding (1, entries, width), truncated-normal."""
+    learned = nn.Parameter(torch.zeros(1, entries, width))
+    nn.init.trunc_normal_(learned, std=0.02)
+    return learned
+
+
+def prepend_class_token(token: Tensor, patches: Tensor) -> Tensor:
+    """Prepend a class token (1, 1, C) to the patches: (B, N, C) → (B, 1 + N, C)."""
+    return torch.cat((token.to(patches.dtype).expand(patches.shape[0], -1, -1), patches), dim=1)
+
+
+@torch.fx.wrap
+def token_grids(config: Architecture, images: Sequence[int]) -> list[Grid]:
+    """`config.grids` of images (C, H, W), as one node of a traced graph.
+
+    Raises:
+        UserError: if the model does not accept this image size or number of channels.
+    """
+    channels, *size = images
+    if channels != config.in_chans:
+        raise UserError(
+            f"these images have {channels} channels, the model takes {config.in_chans}; convert "
+            f"them, or create the model with in_chans={channels}"
+        )
+    return config.grids(size)
+
+
+@torch.fx.wrap
+def position_embedding(embedding: Tensor, native_grid: Grid, grid: Grid, prefix: int = 0) -> Tensor:
+    """A position embedding (1, p + N, C) for `grid`, resampled bicubically where it differs."""
+    if grid == native_grid:
+        return embedding
+    return resample_abs_pos_embed(
+        embedding, new_size=list(grid), old_size=list(native_grid), num_prefix_tokens=prefix
+    )
