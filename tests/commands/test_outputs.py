@@ -19,6 +19,7 @@ TRAINED = ["train", "digits", "--schedule.snapshot_every=1", "--output", "run"]
 COMMANDS = {
     "report run --output {}": "out.html",
     "explore run --count 1 --output {}": "out.html",
+    "explore run --count 1 --npz --output {}": "out.npz",
     "predict photo.png --model saved --output {}": "out.csv",
     "eval run --predictions {}": "out.csv",
     "convert saved {} --to timm": "out.pth",

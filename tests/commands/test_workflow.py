@@ -132,6 +132,13 @@ def test_pages_lie_in_what_they_are_of(run, images, tmp_path, cli, monkeypatch):
     assert "convit_nano" in (run / "report.html").read_text()
     shown = cli("explore", run, "--images", images).out
     assert Path(shown.strip()) == run.absolute() / "explorer.html"
+    arrays = np.load(cli("explore", run, "--images", images, "--npz").out.strip())
+    shape = (len(arrays["images"]), 4, 16, 16)
+    mixed, content, position, gate = (
+        arrays[f"1.blocks.0.attn.{part}"] for part in ("mixed", "content", "position", "gate")
+    )
+    gate = gate[:, None, None]
+    assert mixed.shape == shape and np.allclose(mixed, (1 - gate) * content + gate * position)
     here = cli("report", run, "--output", "here.html").out
     assert Path(here.strip()) == tmp_path / "here.html"
 

@@ -268,7 +268,7 @@ def position_embedding_off(model: nn.Module) -> contextlib.AbstractContextManage
     Raises:
         UserError: the model has no position embedding.
     """
-    return _fill_parameters(_parameters(model, "position embedding", "pos_embed"), 0.0)
+    return _filled(_parameters(model, "position embedding", "pos_embed"), 0.0)
 
 
 def content_off(
@@ -283,7 +283,7 @@ def content_off(
     Raises:
         UserError: the model has fewer gated layers.
     """
-    return _fill_parameters(_gates(model, layers), math.inf)
+    return _filled(_gates(model, layers), math.inf)
 
 
 def position_off(
@@ -293,7 +293,41 @@ def position_off(
 
     Arguments and errors: see `content_off`.
     """
-    return _fill_parameters(_gates(model, layers), -math.inf)
+    return _filled(_gates(model, layers), -math.inf)
+
+
+def head_off(model: nn.Module, layer: int, head: int) -> contextlib.AbstractContextManager[None]:
+    """Context manager: without one head, as if its columns of the output projection were zero.
+
+    Args:
+        model: a `locality` model, or a timm ViT.
+        layer: index among the attention layers, negative from the end.
+        head: index of the head.
+
+    Raises:
+        UserError: there is no such layer or head, or its output cannot be told apart.
+    """
+    modules = attention_layers(model)
+    module: Any
+    name, module = modules[_chosen([layer], len(modules))[0]]
+    projection, heads = output_projection(name, module), module.num_heads
+    if not 0 <= head < heads:
+        raise UserError(f"head {head} is out of range; {name} has heads 0 to {heads - 1}")
+    weight = projection.weight.detach().clone()
+    weight.unflatten(1, (heads, -1))[:, head] = 0
+    return _replaced([(projection, "weight", weight)])
+
+
+def output_projection(name: str, module: nn.Module) -> nn.Linear:
+    """The layer of an attention module that takes its heads side by side.
+
+    Raises:
+        UserError: another layer comes first, or it was replaced.
+    """
+    norm, projection = getattr(module, "norm", nn.Identity()), getattr(module, "proj", None)
+    if type(projection) is not nn.Linear or not isinstance(norm, nn.Identity):
+        raise UserError(f"{name} has no linear layer right after its heads")
+    return projection
 
 
 def _gates(model: nn.Module, layers: int | None) -> list[tuple[nn.Module, str]]:
@@ -312,14 +346,21 @@ def _parameters(model: nn.Module, what: str, *names: str) -> list[tuple[nn.Modul
     return found
 
 
-@contextlib.contextmanager
-def _fill_parameters(places: list[tuple[nn.Module, str]], value: float) -> Iterator[None]:
+def _filled(
+    places: list[tuple[nn.Module, str]], value: float
+) -> contextlib.AbstractContextManager[None]:
     """Context manager: replace parameters by constants of the same shape."""
-    own = [(module, name, getattr(module, name)) for module, name in places]
+    constants = [(m, name, torch.full_like(getattr(m, name), value)) for m, name in places]
+    return _replaced(constants)
+
+
+@contextlib.contextmanager
+def _replaced(values: list[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
+    """Context manager: replace parameters of modules by other values."""
+    own = [(module, name, getattr(module, name)) for module, name, _ in values]
     try:
-        for module, name, parameter in own:
-            constant = torch.full_like(parameter, value)
-            module._parameters[name] = nn.Parameter(constant, requires_grad=False)
+        for module, name, value in values:
+            module._parameters[name] = nn.Parameter(value, requires_grad=False)
         yield
     finally:
         for module, name, parameter in own:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -80,9 +79,7 @@ def predict(arguments: Sequence[str]) -> int:
     if options.model is None:
         options.model, *options.images = options.images
         if not options.images:
-            raise UserError(
-                f"give --model, or the model first: predict RUN {shlex.quote(options.model)}"
-            )
+            raise UserError(f"give --model, or the model first: predict RUN {options.model}")
     if options.output is not None:
         parser.refuse("top json", "has no effect with --output")
     output = None if options.output == "-" else options.output
@@ -212,8 +209,6 @@ def evaluate(arguments: Sequence[str]) -> None:
         RunFolder(model.what).check_images(chosen)
     check_root(chosen)
 
-    if model.kind == "run" and not RunFolder(model.what).is_finished:
-        say(f"{model.what} has not finished; its last checkpoint is evaluated")
     opened = model.opened
     if overrides.keys() - {"data.root", "data.dataset"}:
         splits = None  # overridden
@@ -340,17 +335,21 @@ def explore(arguments: Sequence[str]) -> None:
     parser.add("--images", None, _IMAGES, nargs="+")
     parser.add("--count", None, "maximum number of images; 8 by default, 20 live", checks.Count)
     parser.add("--live", False, "a page that runs small DeiT and ConViT models in the browser")
-    parser.add("--output", None, "file to write; explorer.html or live.html in the run by default")
+    parser.add("--npz", False, "write all maps as NumPy arrays instead of a page")
+    pages = "explorer.html, live.html or maps.npz"
+    parser.add("--output", None, f"file to write; {pages} in the run by default")
     parser.add_overwrite()
     options = parser.read(arguments)
-    page_name = "live.html" if options.live else "explorer.html"
+    page_name = "live.html" if options.live else "maps.npz" if options.npz else "explorer.html"
+    if options.live:
+        parser.refuse("npz", "has no effect with --live")
     output = options.output or page_in(options.models, page_name)
 
     models = [GivenModel(model, options) for model in options.models]
     if options.output is not None:  # else the run's own page
         check_output(output, options.overwrite)
     shown = _shown(options.images, models[0], options.count or (20 if options.live else 8))
-    from locality.analysis.explorer import live_page, write_explorer
+    from locality.analysis.explorer import live_page, write_explorer, write_maps
 
     subjects = [model.opened for model in models]
     names, labels, images = zip(*shown, strict=True)
@@ -358,6 +357,8 @@ def explore(arguments: Sequence[str]) -> None:
         digits = models[0].kind == "run" and models[0].config.data.dataset == "digits"
         text = live_page(subjects, images, labels, digits, names=names)
         page = write_page(output, text)
+    elif options.npz:
+        page = write_maps(subjects, images, output, names)
     else:
         page = write_explorer(subjects, images, output, names, labels)
     print(page.absolute())
