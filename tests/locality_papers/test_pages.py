@@ -48,11 +48,11 @@ CLAIMS = {
         ("digits", "yes", "Does masking position embeddings cost DeiT more than ConViT?"),
     ],
     "rise instead of falling": [("digits", "no", FALL)],
-    "masking content in them costs next to nothing": [
+    "and masking content in the gated layers costs next to nothing: in 4×4 tokens": [
         ("digits", "less", "Does masking content in "),
         ("digits", "no", "Does masking content cost more than masking position?"),
     ],
-    "shuffled in every image gates fall": [
+    "shuffled in every image, by AdamW at ten times their rate, gates fall": [
         ("digits", "yes", "Patches each in its own order: do gates fall?")
     ],
     "with 10,000 images DeiT is 1.5 points below it, ConViT 0.9 (not significant)": [
