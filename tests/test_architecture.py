@@ -115,5 +115,7 @@ def test_only_figures_and_the_study_import_matplotlib():
 def test_public_names_exist_and_others_do_not():
     for name in locality.__all__:
         assert getattr(locality, name) is not None and name in dir(locality)
+    assert callable(locality.open) and "open" not in locality.__all__
+    assert not {"re", "importlib", "lazily"} & {*dir(locality)}
     with pytest.raises(AttributeError, match="create_modell"):
         locality.create_modell  # noqa: B018

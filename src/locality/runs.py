@@ -129,7 +129,7 @@ class RunFolder:
         return self.result_file.exists()
 
     def read_settings(self, wanted: Mapping[str, Any] = {}) -> dict[str, Any]:
-        """The content of config.yaml, of any version; `training.read_config` checks it whole.
+        """The content of config.yaml; `training.read_config` checks it whole.
 
         Args:
             wanted: the expected fields, as in `checks.shaped`.
@@ -142,11 +142,6 @@ class RunFolder:
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"{self.path} is not a run folder: it has no config.yaml") from None
         checks.shaped(str(self.config_file), content, dict(wanted))
-        model = content.get("model") if isinstance(content, dict) else None
-        if isinstance(model, dict):  # earlier versions kept these here
-            moved = {name: model.pop(name) for name in ("weights", "entry") if name in model}
-            content |= moved
-            model |= model.pop("overrides", {})
         return content
 
     def read_result(self, whole: bool = False) -> dict[str, Any] | None:

@@ -134,8 +134,7 @@ def _plain(value: Any) -> Any:
 def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     """Inverse of `to_dict`: the configuration of type `cls` with the given values.
 
-    Missing settings get their defaults. Removed settings are accepted with the value in the class's
-    `REMOVED`.
+    Missing settings get their defaults.
 
     Args:
         cls: a configuration dataclass.
@@ -155,7 +154,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
             given[name] = from_dict(hints[name], value, dotted)
         elif name in hints:
             given[str(name)] = value
-        elif (name, value) not in getattr(cls, "REMOVED", ()):
+        else:
             first, *_ = [*flatten({dotted: value}), dotted]
             raise unknown_setting(first, settings_of(cls, f"{path}." if path else ""))
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]

@@ -127,12 +127,6 @@ class DataConfig:
     allow_outside: bool = False
     workers: checks.UpTo4096 = setting(0, "execution")
 
-    REMOVED = (
-        *(("cache_gb", 10.0), ("crops", "exact"), ("difficulty", None), ("real_labels", None)),
-        *(("subset_seed", None), ("max_pixels", PIXEL_LIMIT), ("skip_classes", 0)),
-        ("first_classes", None),
-    )
-
     def __post_init__(self) -> None:
         checks.one_of("dataset", self.dataset, DATASETS)
         check(self)

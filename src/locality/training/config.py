@@ -111,8 +111,6 @@ class ScheduleConfig:
     snapshot_every: checks.Positive | None = setting(None, "output")
     patience: checks.Positive | None = None
 
-    REMOVED = (("cooldown", 0.0),)
-
     def __post_init__(self) -> None:
         lengths = [name for name in LENGTHS if getattr(self, name) is not None]
         if len(lengths) != 1:
@@ -187,8 +185,6 @@ class ObjectiveConfig:
     distillation: Literal["hard", "soft"] = "hard"
     temperature: checks.Positive = 3.0
 
-    REMOVED = (("teacher_weights", None), ("teacher_entry", None))
-
     def __post_init__(self) -> None:
         check(self, "objective.")
 
@@ -222,12 +218,6 @@ class EngineConfig:
     channels_last: bool = False
     compile: bool = setting(False, "output")
     deterministic: bool = False
-
-    REMOVED = (
-        *(("ema_warmup", False), ("num_nodes", 1), ("devices", 0), ("devices", 1)),
-        *(("strategy", "auto"), ("max_bad_losses", 0), ("tensorboard", True)),
-        ("tensorboard", False),
-    )
 
     def __post_init__(self) -> None:
         check(self, "engine.")
