@@ -87,6 +87,9 @@ def test_each_image_is_read_once_while_there_is_room(photographs, monkeypatch):
     for _ in range(2):
         assert [source.read(index, 32) for index in range(len(source))] == first
     assert len(reads) == 2 * len(source) - 2  # two fit
+    reads.clear()
+    source.subset([5, 6, 7]).keep(32)
+    assert source.room < 4 * 32 * 32 and not reads
 
 
 def test_loading_processes_share_what_is_kept(photographs, tmp_path):

@@ -124,13 +124,19 @@ class ImageSource(ABC):
         end = time.monotonic() + _FILLING
 
         def keep(index: int) -> None:
-            if time.monotonic() < end:
+            if time.monotonic() < end and self.room >= _PIXEL_BYTES * least**2:
                 with contextlib.suppress(BadImage):
                     self.read(index, least)
 
         with warnings.catch_warnings():  # decoding suppresses them, which is not thread-safe
             for _ in in_threads(keep, range(len(self))):
                 pass
+
+    @property
+    def room(self) -> int:
+        """Bytes left for images kept in memory."""
+        _ = self._kept  # sets it
+        return self._room
 
     def divide(self, processes: int) -> None:
         """Divide the room for further images between this and other processes."""
@@ -201,6 +207,10 @@ class Subset(ImageSource):
 
     def size(self, index: int) -> tuple[int, int]:
         return self.source.size(int(self.indices[index]))
+
+    @property
+    def room(self) -> int:
+        return self.source.room
 
     def divide(self, processes: int) -> None:
         self.source.divide(processes)
