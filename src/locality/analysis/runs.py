@@ -5,6 +5,7 @@ A pair of groups is a ConViT and the DeiT of its size, with their paired differe
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,9 +78,9 @@ class RecordedRun(RunFolder):
 
     @property
     def passes(self) -> float:
-        """How many times each image was trained on."""
+        """How many times each image was trained on; infinite of a linear probe."""
         batch = self.config.get("engine", {}).get("batch_size", 64)
-        return float(self.result["steps"] * batch / self.result["train_images"])
+        return float(self.result["steps"] * batch / self.result["train_images"]) or math.inf
 
     def pictures(self) -> Pictures | None:
         """Recorded attention pictures, or None."""
