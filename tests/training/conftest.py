@@ -123,3 +123,20 @@ def interrupt(stop_before: Callable[..., None]) -> Callable[..., Interrupted]:
         return error
 
     return interrupted
+
+
+@pytest.fixture
+def evaluations(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make evaluations return these (top-1, loss), by step."""
+
+    def arrange(*expected: tuple[float, float]) -> None:
+        numbers = iter(expected)
+
+        def evaluate(*_: object, on_batch: Any, **__: object) -> dict[str, float]:
+            top1, loss = next(numbers)
+            on_batch.table += 1  # class 0, of every image
+            return {"top1": top1, "top5": 100.0, "loss": loss, "n": 10}
+
+        monkeypatch.setattr("locality.training.loop.evaluate", evaluate)
+
+    return arrange

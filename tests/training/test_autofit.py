@@ -31,7 +31,8 @@ def photographs(root: Path, side: int = 80, per_class: int = 16, classes: int = 
 
 
 def given(root: Path, **settings: Any) -> dict[str, Any]:
-    return {"data.root": str(root), "data.dataset": "folder", "schedule.minutes": 3.0} | settings
+    images = {"data.root": str(root), "data.dataset": "folder", "schedule.minutes": 3.0}
+    return images | {"weights": "scratch"} | settings
 
 
 def chosen(name: str, settings: dict[str, Any]) -> tuple[RunConfig, str]:
@@ -121,7 +122,7 @@ def test_fine_tuning_takes_architecture_and_preparation_from_the_weights(tmp_pat
 def test_one_word_trains_and_the_same_word_goes_on(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     photographs(Path("photos"), 32)
-    words = ["train", "photos/", "--minutes", "0.1"]
+    words = ["train", "photos/", "--minutes", "0.1", "--from", "scratch"]
     assert main([*words, "--dry_run"]) == 0
     assert not Path("runs").exists()
     assert main(words) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import pytest
 from safetensors.torch import load_file
@@ -14,24 +13,6 @@ from locality.training import load_run
 from locality.training.evaluation import evaluate_run
 
 from .conftest import assert_same, assert_same_run, tiny, train
-
-Plan = Callable[..., None]
-
-
-@pytest.fixture
-def evaluations(monkeypatch: pytest.MonkeyPatch) -> Plan:
-    """Make evaluations return these (top-1, loss), by step."""
-
-    def arrange(*found: tuple[float, float]) -> None:
-        numbers = iter(found)
-
-        def evaluate(*_: object, **__: object) -> dict[str, float]:
-            top1, loss = next(numbers)
-            return {"top1": top1, "top5": 100.0, "loss": loss, "n": 10}
-
-        monkeypatch.setattr("locality.training.loop.evaluate", evaluate)
-
-    return arrange
 
 
 def test_training_ends_when_top1_has_not_risen_for_long(tmp_path, evaluations):

@@ -116,6 +116,28 @@ def test_a_stopped_run_is_the_run_that_was_not_with_its_decay(
     assert_same_run(tmp_path / "late", tmp_path / "whole")
 
 
+def test_a_decay_that_was_edited_is_refused(tmp_path, stop_before, slow_clock):
+    config, run = timed(), RunFolder(tmp_path / "run")
+
+    def edited(first: int, last: int) -> None:
+        changed = replace(read_config(run.path), {"schedule.decay": (first, last)})
+        run.config_file.write_text(to_yaml(changed))
+        with pytest.raises(UserError, match=r"config.yaml: schedule\.decay is \["):
+            train(config, run.path)
+
+    train(config, tmp_path / "whole")
+    first, last = decided(tmp_path / "whole")
+    repeated = replace(config, {"schedule.decay": (first, last)})
+    stop_before((first + last) // 2)
+    train_interrupted(repeated, run.path)
+    stop_before(None)
+    for decay in ((first, last + 1), (0, 1)):
+        edited(*decay)
+    run.config_file.write_text(to_yaml(repeated))
+    train(config, run.path)
+    edited(first, last + 9)
+
+
 @pytest.mark.slow
 def test_killed_at_ten_random_moments(tmp_path, monkeypatch):
     config, draw = timed(schedule__minutes=0.1), random.Random(0)

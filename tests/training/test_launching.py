@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -18,7 +19,7 @@ import psutil
 import pytest
 
 from locality.checkpoints.run_state import load_best_state
-from locality.errors import UserError
+from locality.errors import RunFailed, UserError
 from locality.runs import RunFolder
 from locality.settings import to_yaml
 from locality.training import devices
@@ -167,6 +168,10 @@ def test_nothing_is_left_behind(launcher, how, codes, tmp_path):
 def test_torchrun_and_slurm_decide_how_many_processes_there_are(monkeypatch, tmp_path):
     assert devices.process_layout() == (1, 1)
     with monkeypatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(UserError, match="torchrun"):
+            devices.process_layout()
+    with monkeypatch.context() as patch:
         patch.setenv("TORCHELASTIC_RUN_ID", "1")
         patch.setenv("WORLD_SIZE", "12")
         patch.setenv("LOCAL_WORLD_SIZE", "6")
@@ -178,6 +183,17 @@ def test_torchrun_and_slurm_decide_how_many_processes_there_are(monkeypatch, tmp
         patch.setenv("SLURM_NNODES", "2")
         patch.setenv("SLURM_JOB_NAME", "train")
         assert devices.process_layout() == (8, 2)
+
+
+def test_a_lost_process_is_told_in_a_sentence():
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]")
+    with pytest.raises(RunFailed, match="probably killed"), devices.translate_lost_process(2):
+        raise lost
+    for size, error in ((1, lost), (2, RuntimeError("shapes differ"))):
+        same = pytest.raises(type(error), match=re.escape(str(error)))
+        with same as caught, devices.translate_lost_process(size):
+            raise error
+        assert caught.value is error
 
 
 @pytest.mark.slow

@@ -51,6 +51,12 @@ def test_layer_decay_needs_numbered_layers(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_one_image_of_one_pixel_cannot_be_normalised(tmp_path):
+    with pytest.raises(UserError, match=r"one image at once; raise engine\.batch_size"):
+        train(resnet(**{"engine.batch_size": 1}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 def test_the_whole_life_of_a_run(tmp_path, cli):
     run, graph, saved = (tmp_path / name for name in ("run", "m.onnx", "saved"))

@@ -44,7 +44,7 @@ from locality.checkpoints.registry import FORMAT, HUB_FILES, WEIGHTS
 from locality.checkpoints.run_state import load_best_state
 from locality.data.config import Preprocessing
 from locality.data.sources import class_difference, joinable, numbered
-from locality.errors import UserError, one_line, prefix_errors, wrap_errors
+from locality.errors import UserError, one_line, prefix_errors, some, wrap_errors
 from locality.files import atomic_file, parse_json, read_json, write_atomic
 from locality.models.base import ImageClassifier
 from locality.models.config import TimmConfig, signature_diff
@@ -264,9 +264,10 @@ def load_weights(
     Position embeddings are resampled bicubically to the model's image size. The first convolution
     is adapted to another number of channels as in timm: summed over the channels for one, repeated
     and rescaled for more. The classifier is kept if the classes are the same (reordered if need
-    be), else it stays newly initialised. All other weights must fit exactly, and nothing is
-    assigned before everything is checked. Settings that shapes do not determine (heads, strides,
-    attention scale) must agree with those in the file. Each change is logged.
+    be) or others have joined them, else it stays newly initialised. All other weights must fit
+    exactly, and nothing is assigned before everything is checked. Settings that shapes do not
+    determine (heads, strides, attention scale) must agree with those in the file. Each change is
+    logged.
 
     Args:
         model: the model; unchanged if the weights do not fit.
@@ -290,6 +291,8 @@ def load_weights(
             changes += adapt(state, checkpoint.config, target, fresh)
         check_keys(state, fresh, "locality's")
     model.load_state_dict(state, strict=True)
+    if (names := joinable(checkpoint.classes)) and set(names) <= set(classes or ()):
+        model.inherited = [list(classes or ()).index(name) for name in names]
     prepared = checkpoint.preprocessing
     if prepared is not None and len(prepared.mean) == target.in_chans:
         set_data_config(model, prepared.at(model.img_size))
@@ -325,6 +328,12 @@ def _classifier(
             order = list(map(names.index, classes))
             state |= {name: state[name][order] for name in own}
             return ["the classifier's outputs are reordered to match the data's classes"]
+    elif names is not None and set(names) < set(classes or ()):
+        rows = [list(classes or ()).index(name) for name in names]
+        for name in own:
+            state[name] = fresh[name].clone().index_copy_(0, torch.tensor(rows), state[name])
+        new = [name for name in classes or () if name not in names]
+        return [f"the classifier keeps its {count} classes; new: {some(new)}"]
     for name in own:
         del state[name]
     state |= {name: tensor for name, tensor in fresh.items() if name.startswith(prefixes)}

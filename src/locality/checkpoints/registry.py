@@ -89,6 +89,12 @@ def source(name: str) -> Source:
     return first.get(name) or lookup("public weights", name, SOURCES)
 
 
+def packaged(model: str | None = None) -> str | None:
+    """The name of the weights in this package: of a model, or the first; None if it has none."""
+    there = [row for row in SOURCES.values() if row.file is not None and row.file.exists()]
+    return next((row.name for row in there if model in (None, row.model)), None)
+
+
 def detect_kind(what: Path | str, entry: str | None = None) -> Kind:
     """The kind of source that a path or name refers to.
 

@@ -35,9 +35,9 @@ MODEL = "run folder, weights of any format, public name or hub repository"
 
 # Settings shown by --help; --help.all shows all.
 _FIRST = (
-    *("model.name", "model.depth", "model.locality_strength", "model.gating_init"),
-    *("model.kv_stride", "data.dataset", "data.root", "data.fraction", "optim.lr"),
-    *("schedule.epochs", "schedule.steps", "engine.batch_size"),
+    *("model.name", "model.img_size", "data.dataset", "optim.lr"),
+    *("optim.freeze", "schedule.minutes", "schedule.epochs", "schedule.steps"),
+    *("engine.batch_size", "engine.threads"),
 )
 
 

@@ -8,18 +8,19 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locality import checks, training
+from locality.checkpoints.registry import packaged
 from locality.commands import Parser, first_word, folder_name, images_at, peek, say
 from locality.errors import UserError, printable, some, unknown
 from locality.files import missing, read_yaml
 from locality.machine import end_if_importing, is_main_process
 from locality.models.variants import PREFIX
 from locality.progress import doing
-from locality.runs import RunFolder, check_outside_runs, is_run_folder
+from locality.runs import check_outside_runs, is_run_folder
 from locality.settings import flatten, replace, to_dict, to_yaml
 from locality.training.config import LENGTHS, RunConfig, read_config
 from locality.training.folder_checks import check_places
@@ -44,18 +45,21 @@ SHORT = {
     "schedule.steps": "--steps",
     "schedule.minutes": "--minutes",
     "optim.lr": "--lr",
+    "optim.freeze": "--freeze",
+    "weights": "--from",
     "engine.batch_size": "--batch",
     "engine.threads": "--threads",
 }
 DEFAULT_MINUTES = 10.0
 """Of a run on a custom dataset."""
+SCRATCH = "scratch"
+"""In the place of weights: start from random ones."""
 
 
 def train(arguments: Sequence[str], command: str = "train") -> None:
-    """Train a model, or resume the run in a folder. For a folder of images or a labels.csv, model
-    and settings are chosen for the images and this machine; `locality finetune IMAGES --from
-    WEIGHTS` starts from weights, with the same options. Otherwise a recipe (default: digits) sets
-    all values; override them by name or with --config FILE.yaml.
+    """Train a model, or resume the run in a folder. A folder of images or a labels.csv starts from
+    weights in this package (--from takes others, or `scratch`), with settings chosen for it. A
+    recipe (default: digits) sets all values; override them by name or with --config FILE.yaml.
     """
     started = time.perf_counter()
     job, options = read_run(arguments, command)
@@ -67,14 +71,19 @@ def train(arguments: Sequence[str], command: str = "train") -> None:
         _train(job, options.quiet, started)
 
 
-def _train(job: Job, quiet: bool, started: float) -> None:
+def _train(
+    job: Job,
+    quiet: bool,
+    started: float,
+    on_evaluation: Callable[[dict[str, Any]], None] | None = None,
+) -> None:
     """Train a run, then record and print the pixel baselines on its images."""
     with doing("starting", quiet or not is_main_process()):
         from locality.analysis import baselines
         from locality.training.engine import train_job
 
     config, folder = job.config, job.folder.path
-    result = train_job(job, quiet=quiet, started=started)
+    result = train_job(job, quiet=quiet, started=started, on_evaluation=on_evaluation)
     if not is_main_process():
         return
     with doing("computing the baselines", quiet):
@@ -82,8 +91,9 @@ def _train(job: Job, quiet: bool, started: float) -> None:
     if not quiet:
         found = baselines.read_baselines(folder)
         shown = f"{baselines.listed(found)}, at {baselines.read_baseline_pixels(folder)} pixels"
-        print("\n".join(_closing(folder, result, shown)), file=sys.stderr)
+        print("\n".join(_closing(job, result, shown)), file=sys.stderr)
         passes = result["steps"] * config.engine.batch_size / result["train_images"]
+        passes = math.inf if job.plan.probes else passes
         if said := baselines.below(config.model.name, result["top1"], found, passes):
             advice = baselines.ADVICE
             if passes < baselines.FEW_PASSES:
@@ -92,11 +102,11 @@ def _train(job: Job, quiet: bool, started: float) -> None:
             say(f"{said}: {advice}")
 
 
-def _closing(folder: Path, result: dict[str, Any], baselines: str) -> list[str]:
+def _closing(job: Job, result: dict[str, Any], baselines: str) -> list[str]:
     """The summary printed after a run: results, folder and next commands."""
     from locality.analysis.statistics import proportion_interval
 
-    predictions = RunFolder(folder).predictions()
+    folder, predictions = job.folder.path, job.folder.predictions()
     kept, last = result.get("best_step", result["steps"]), result["steps"]
     evaluated = len(predictions.labels)  # without images that cannot be read
     low, high = proportion_interval(result["top1"] / 100, evaluated)
@@ -111,7 +121,11 @@ def _closing(folder: Path, result: dict[str, Any], baselines: str) -> list[str]:
     if never := predictions.never:
         lines[-1] += f"; {len(never)} never predicted: {some(never)}"
     lines.append(f"folder    {folder}")
-    if kept < last:
+    if job.plan.probes and last:
+        first, *_, end = (row["top1"] for row in job.folder.curve)
+        which = "fine-tuned" if kept else "the linear probe's, which fine-tuning did not improve"
+        lines.insert(1, f"weights   {which}: {first:.1f}% before, {end:.1f}% after {last:,} steps")
+    elif kept < last:
         lines[-1] += (
             f", opened with the weights of step {kept:,}, the best evaluation (an optimistic "
             f"estimate); the weights of step {last:,} are in checkpoints/last.ckpt"
@@ -147,8 +161,7 @@ def read_run(arguments: Sequence[str], command: str = "train") -> tuple[Job, Any
     parser.add("--print_config", False, "print all settings as YAML, for --config, and exit")
     parser.add("--dry_run", False, "check everything, print the cost and exit")
     parser.add("--quiet", False, "print nothing during training")
-    short = SHORT | ({"weights": "--from"} if command == "finetune" else {})
-    add_run_settings(parser, base, arguments, short)
+    add_run_settings(parser, base, arguments)
     options = parser.read(arguments)
     if options.dry_run:
         parser.refuse("quiet", "has no effect with --dry_run")
@@ -224,35 +237,48 @@ def prepare(
     if name not in CUSTOM_DATA_RECIPES or given.get("data.root") is None:
         config = recipe(name, given)
         return Job(config, output or default_folder(config))
-    given = converted(given)
+    given, command = converted(given), name
+    if given.get("weights") == SCRATCH:
+        given["weights"], name = None, "photos"
     lengths = {f"schedule.{unit}": unit.replace("minutes", "min") for unit in LENGTHS}
     length = next((name for name in lengths if given.get(name) is not None), None)
     if length is None:
         length, given["schedule.minutes"] = "schedule.minutes", DEFAULT_MINUTES
     if output is None:
-        model = f"-{given['model.name'].replace('/', '-')}" if "model.name" in given else ""
-        images = f"{folder_name(given['data.root'])}{model}-{given[length]:g}{lengths[length]}"
-        output = Path("runs", name, f"{images}-s{given.get('seed', 0)}")
+        named = f"-{given['model.name'].replace('/', '-')}" if "model.name" in given else ""
+        images = f"{folder_name(given['data.root'])}{named}-{given[length]:g}{lengths[length]}"
+        output = Path("runs", command, f"{images}-s{given.get('seed', 0)}")
     folder = Path(output)
     if is_run_folder(folder):
         return resumed(folder, given)
+    model = {key[6:]: value for key, value in given.items() if key.startswith("model.")}
+    if name == "photos" and "weights" not in given and model.keys() <= {"name", "img_size"}:
+        given["weights"] = packaged(given.get("model.name"))
+        name = "finetune" if given["weights"] else name
     config = RECIPES[name]()
-    weights, entry = given.get("weights", config.weights), given.get("entry")
+    weights, entry = given.get("weights") or config.weights, given.get("entry")
     check_places(replace(config, {"weights": weights, "entry": entry}), folder)
     with doing(f"reading {given['data.root']}, choosing model and settings", quiet):
         from locality.data import open_data
         from locality.training.autofit import autofit, provisional
         from locality.training.model import settings_from_weights
 
-        if weights is not None and "model.name" not in given:
-            known = settings_from_weights(weights, entry)
+        if weights is not None:
+            known = settings_from_weights(weights, entry, model)
+            known.pop("input.crop_pct", None)  # nothing is cut away
             if known.get("input.crop_mode") == "center":  # the default, unless images are long
                 del known["input.crop_mode"]
             given = known | given
         config = recipe(name, provisional(name, given) | given)
         splits = open_data(config.data, config.seed)
-        config, notes = autofit(config, splits, given)
-        return Job(config, folder, splits, notes)
+        config, notes, sizes = autofit(config, splits, given)
+    if command == "photos" != name:
+        notes.insert(0, f"from {weights}, weights in this package; --from scratch has none")
+    job = Job(config, folder, splits, notes)
+    # Rank 0 tells the others.
+    if config.optim.probes and length == "schedule.minutes" and is_main_process():
+        job.fit_probe(quiet, () if "img_size" in model else sizes)
+    return job
 
 
 def resumed(run: Path, given: Mapping[str, Any]) -> Job:
@@ -294,6 +320,7 @@ def fit(
     weights: Path | str | None = None,
     output: Path | str | None = None,
     quiet: bool = False,
+    on_evaluation: Callable[[dict[str, Any]], None] | None = None,
     **settings: Any,
 ) -> TrainedRun:
     """Train like `locality train IMAGES`; other settings are chosen for the images and machine.
@@ -310,6 +337,7 @@ def fit(
         weights: initial weights, like `locality finetune IMAGES --from WEIGHTS`.
         output: the run folder.
         quiet: print nothing.
+        on_evaluation: called with each row of metrics.csv, such as a logger's.
         settings: settings of `RunConfig` with `__` for the dot: `data__workers=2`, `seed=1`; short
             names are epochs, steps, lr, batch, threads, data, fraction and entry.
 
@@ -333,7 +361,7 @@ def fit(
         images = write_images(images, Path("runs", "images"))
     asked, found = what_to_train(os.fspath(images), weights is not None)
     job = prepare(asked or "digits", found | given, output, quiet)
-    _train(job, quiet, started)
+    _train(job, quiet, started, on_evaluation)
     from locality.trained import TrainedRun
 
     return TrainedRun(job.folder.path)

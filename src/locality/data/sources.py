@@ -383,8 +383,8 @@ class DataSplits:
     train: ImageSource
     val: ImageSource
 
-    def notes(self) -> list[str]:
-        """Notes on classes without images, and on uneven ones."""
+    def notes(self, balanced: bool = False) -> list[str]:
+        """Notes on classes without images and, unless training balances them, on uneven ones."""
         notes = []
         for part, source in (("training", self.train), ("validation", self.val)):
             if empty := [name for name, count in source.counts(self.classes).items() if not count]:
@@ -392,7 +392,8 @@ class DataSplits:
                     f"{len(empty)} of {len(self.classes):,} classes have no {part} images: "
                     f"{some(empty)}"
                 )
-        return [*notes, *filter(None, [imbalance(self.train.counts(self.classes))])]
+        advice = "" if balanced else imbalance(self.train.counts(self.classes))
+        return [*notes, advice] if advice else notes
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ class ImageClassifier(nn.Module):
         num_features: width of the final features; also `embed_dim` and `head_hidden_size`.
         num_prefix_tokens: number of class tokens (0, 1) in the final features.
         pretrained_cfg: timm's data configuration; set by `create_model` and `load`.
+        inherited: classes whose rows of the classifier are those of the loaded weights.
         shortcuts: compute the positional attention of all layers at once, and in `forward` only
             the class token of the last block if the classifier reads no other; set by training and
             `fuse`. Without effect on timm's models.
@@ -46,10 +47,15 @@ class ImageClassifier(nn.Module):
         self.num_features = self.embed_dim = self.head_hidden_size = num_features
         self.num_prefix_tokens = int(config.has_class_token)
         self.fused = self.shortcuts = False
+        self.inherited: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) → logits (B, num_classes)."""
         raise NotImplementedError
+
+    def features(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) → the classifier's input (B, width): features after pooling."""
+        return self.forward_head(self.forward_features(x), pre_logits=True)
 
     @property
     def img_size(self) -> Grid:

@@ -6,6 +6,8 @@ machine, but for the threads; how many steps there are depends on `schedule.minu
 
 from __future__ import annotations
 
+import contextlib
+import math
 import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -22,15 +24,18 @@ from locality.models.config import CvTConfig, ViTConfig, to_2tuple
 from locality.models.variants import PREFIX, variant
 from locality.settings import replace
 from locality.training.config import RunConfig
-from locality.training.recipes import default_model, is_small, padding
+from locality.training.recipes import PHOTO_AUGMENT, default_model, is_small, padding
 
 SIZES = (28, 32, 48, 64)
 """Image sizes in pixels: a run has the largest that its images reach, else the first."""
 
+PROBED_SIZES = (96, 128, 160)
+"""Image sizes for fine-tuning, beside the weights' own."""
+
 _MOST_THREADS = 4  # small models gain nothing from more
 
 FINETUNED_MIX_IMAGES = 5000
-"""Fine-tuning on fewer images uses neither mixup nor cutmix."""
+"""Fine-tuning on fewer images augments them little."""
 
 _SAMPLED_IMAGES = 32
 
@@ -44,7 +49,7 @@ def provisional(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def autofit(
     config: RunConfig, splits: DataSplits, given: Mapping[str, Any]
-) -> tuple[RunConfig, list[str]]:
+) -> tuple[RunConfig, list[str], list[Any]]:
     """Choose the settings of a run on custom images.
 
     Args:
@@ -53,7 +58,7 @@ def autofit(
         given: settings to keep, by dotted name.
 
     Returns:
-        the complete run, and notes on the choices.
+        the complete run, notes on the choices, and image sizes from which a probe may choose.
 
     Raises:
         UserError: if the images cannot be used.
@@ -69,7 +74,10 @@ def autofit(
     if small:
         chosen["engine.threads"] = idle_processors(_MOST_THREADS)
     elif config.recipe == "finetune" and images >= FINETUNED_MIX_IMAGES:
-        chosen |= {"augment.mixup": 0.8, "augment.cutmix": 1.0}
+        strong = {"mixup": 0.8, "cutmix": 1.0} | {
+            name: getattr(PHOTO_AUGMENT, name) for name in ("scale", "ratio", "auto_augment")
+        }
+        chosen |= {f"augment.{name}": value for name, value in strong.items()}
     notes = [f"images have about {side} pixels on the shorter side{crop}"]
     if config.recipe == "photos":
         notes += [
@@ -78,7 +86,24 @@ def autofit(
             f"{config.data.root} --from FILE, or a public name such as convit_tiny.fb_in1k",
         ]
     chosen = {name: value for name, value in chosen.items() if name not in given}
-    return replace(config, chosen), notes
+    config = replace(config, chosen)
+    return config, notes, probed_sizes(config, side)
+
+
+def probed_sizes(config: RunConfig, side: int) -> list[Any]:
+    """Image sizes from which fine-tuning on images of `side` pixels chooses.
+
+    The weights' own and smaller ones; of weights of fewer pixels, also the smallest of
+    `PROBED_SIZES`, if the images reach it.
+    """
+    model, (smallest, *_) = config.model, PROBED_SIZES
+    own, fixed = model.img_size, "img_size" in getattr(model, "arguments", {})
+    sizes = []
+    for size in () if fixed else PROBED_SIZES:
+        with contextlib.suppress(UserError):  # not a multiple of the patches
+            replace(config, {"model.img_size": size})
+            sizes += [size] if size < min(to_2tuple(own)) or size == smallest <= side else []
+    return sorted({*sizes, own}, key=lambda size: math.prod(to_2tuple(size)))
 
 
 def image_size(side: int) -> int:

@@ -45,6 +45,10 @@ class OptimConfig:
         clip_grad: clip gradients to this global norm; None does not clip.
         layer_decay: factor on the learning rate per layer, counted from the classifier; below 1,
             early layers change less in fine-tuning.
+        probe: before the first step, fit the classifier to the features of the frozen network by
+            logistic regression. Batch norms then keep their statistics. The last weights replace
+            these if they are better on the validation images.
+        freeze: "backbone" ends the run there: only the classifier is fitted.
     """
 
     name: str = "adamw"
@@ -58,9 +62,16 @@ class OptimConfig:
     momentum: checks.ShareBelowOne = 0.9
     clip_grad: checks.Positive | None = None
     layer_decay: checks.PositiveShare = 1.0
+    probe: bool = False
+    freeze: Literal["backbone"] | None = None
 
     def __post_init__(self) -> None:
         check(self, "optim.")
+
+    @property
+    def probes(self) -> bool:
+        """Whether the run begins with a probe."""
+        return self.probe or self.freeze is not None
 
     def peak_lr(self, batch_size: int) -> float:
         """The learning rate after warm-up for a global batch of `batch_size` images."""
@@ -241,8 +252,8 @@ class RunConfig:
     Attributes:
         recipe: name of the recipe the values came from; a label for reports.
         seed: seed of everything random: initial weights, order, augmentation, dropout.
-        weights: initial weights: a run folder, weights in any format, or the name of public ones;
-            None initialises from the seed. The classifier is new if the classes differ.
+        weights: initial weights: a run folder, a file of weights in any format or a public name;
+            None draws them from the seed. Known classes keep their rows of the classifier.
         entry: the state dict of `weights` to load, if a file has several.
     """
 

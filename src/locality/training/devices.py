@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -20,8 +21,9 @@ from lightning_fabric import Fabric
 from lightning_fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning_fabric.strategies import DDPStrategy
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
-from locality.errors import UserError
+from locality.errors import RunFailed, UserError
 from locality.training.config import EngineConfig
 
 # On a CPU bfloat16 pays off for wide models on many tokens. Training steps on a Zen 5 core, fp32
@@ -65,6 +67,11 @@ def process_layout() -> tuple[int, int]:
     if SLURMEnvironment.detect():
         tasks, nodes = int(os.environ["SLURM_NTASKS"]), int(os.environ.get("SLURM_NNODES", "1"))
         return tasks // nodes, nodes
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but neither torchrun nor srun has started "
+            f"this process; start it by `torchrun --nproc-per-node=2 -m locality …`, or unset it"
+        )
     return 1, 1
 
 
@@ -244,6 +251,30 @@ class Collectives:
 
 def _first_signal(counts: list[float]) -> int:
     return next((int(s) for s, count in zip(SIGNALS, counts, strict=True) if count), 0)
+
+
+MEETING = default_pg_timeout
+"""How long processes wait for each other."""
+
+_LOST = re.compile(r"gloo|nccl|connection (closed|reset)|broken pipe|timed out", re.I)
+
+
+@contextlib.contextmanager
+def translate_lost_process(world_size: int) -> Iterator[None]:
+    """Replace torch's error for another process of the run that ended or never came.
+
+    Raises:
+        RunFailed: in its place.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if world_size == 1 or isinstance(error, RunFailed) or not _LOST.search(str(error)):
+            raise
+        raise RunFailed(
+            "a process of this run ended without a message; it was probably killed (out of "
+            "memory?); the same command resumes from the last checkpoint"
+        ) from None
 
 
 def leave_group() -> None:

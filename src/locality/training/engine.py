@@ -32,8 +32,15 @@ from locality.progress import doing
 from locality.runs import is_run_folder
 from locality.settings import flatten, replace, to_yaml
 from locality.training.config import RunConfig, read_config
-from locality.training.devices import SignalHandler, create_fabric, leave_group
+from locality.training.devices import (
+    MEETING,
+    SignalHandler,
+    create_fabric,
+    leave_group,
+    translate_lost_process,
+)
 from locality.training.folder_checks import (
+    check_decay,
     check_folder,
     check_images,
     check_same,
@@ -43,7 +50,7 @@ from locality.training.folder_checks import (
 from locality.training.job import Job
 from locality.training.loop import Loop
 from locality.training.model import build_model
-from locality.training.recorder import NoRecorder, Recorder
+from locality.training.recorder import NoRecorder, OnEvaluation, Recorder
 from locality.training.state import Components, TrainState
 
 
@@ -69,6 +76,7 @@ def train_job(
     quiet: bool = False,
     started: float | None = None,
     components: type[Components] = Components,
+    on_evaluation: OnEvaluation | None = None,
 ) -> dict[str, Any]:
     """Train a run; see `train`.
 
@@ -78,6 +86,7 @@ def train_job(
         started: when the command started, by `time.perf_counter`; now if None. The minutes of
             `schedule.minutes` begin then.
         components: the class of model, optimiser and objective, such as a supernet's.
+        on_evaluation: called on rank 0 with each row of metrics.csv.
 
     Raises:
         UserError: if the run cannot work as configured, or the folder belongs to another run.
@@ -90,11 +99,13 @@ def train_job(
     """
     started = time.perf_counter() if started is None else started
     fabric = create_fabric(job.config.engine)
-    fabric.launch()
+    waiting = f"waiting for all {fabric.world_size} processes, at most {MEETING}"
+    with doing(waiting, quiet or fabric.world_size == 1, at_once=False):
+        fabric.launch()
     atexit.register(leave_group)
     try:
-        with translate_killed_worker():
-            return _train(job, quiet, started, components, fabric)
+        with translate_killed_worker(), translate_lost_process(fabric.world_size):
+            return _train(job, quiet, started, components, fabric, on_evaluation)
     except BaseException as error:
         # The traceback holds the model, which holds the process group.
         _clear_frames(error)
@@ -119,16 +130,23 @@ class Start:
     """What rank 0 found in a run's folder, for all processes.
 
     Attributes:
+        config: the run, with what rank 0 has chosen.
         checkpoint: the name of the checkpoint to resume; "" for none.
         result: that of a finished run.
     """
 
+    config: RunConfig
     checkpoint: str = ""
     result: dict[str, Any] | None = None
 
 
 def _train(
-    job: Job, quiet: bool, started: float, components: type[Components], fabric: Fabric
+    job: Job,
+    quiet: bool,
+    started: float,
+    components: type[Components],
+    fabric: Fabric,
+    on_evaluation: OnEvaluation | None,
 ) -> dict[str, Any]:
     folder, checkpoint = job.folder, None
 
@@ -144,6 +162,7 @@ def _train(
             print(f"run {folder.path} is finished: top-1 {start.result['top1']:.2f}%")
         return start.result
     if not fabric.is_global_zero:  # after rank 0 has checked everything
+        job.config = start.config
         job.open()
         if start.checkpoint:
             checkpoint = read_checkpoint(folder.checkpoints / start.checkpoint)
@@ -153,6 +172,10 @@ def _train(
         if checkpoint is None:
             model, changes = job.starting_model
             job.notes += changes
+            if job.plan.probes:
+                probe = _on_rank0(fabric, lambda: job.fit_probe(quiet))
+                probe.copy_to(model)
+                job.notes.append(str(probe))
         else:
             model = build_model(config, len(job.splits.classes))
         parts = components(fabric, job, model)
@@ -161,7 +184,7 @@ def _train(
         recorder: Any = NoRecorder()
         if fabric.is_global_zero:
             metrics = "" if checkpoint is None else checkpoint["metrics"]
-            recorder = Recorder(job, state, metrics, quiet)
+            recorder = Recorder(job, state, metrics, quiet, on_evaluation)
         with contextlib.closing(recorder):
             if fabric.is_global_zero:
                 folder.record_start(
@@ -215,9 +238,10 @@ def _check(job: Job) -> tuple[Start, dict[str, Any] | None]:
         check_folder(folder.path, config)
     result = folder.read_result(whole=True)
     if result is not None:
+        check_decay(folder, config, int(result["steps"]))
         check_images(folder, config.data, job.images, result.get("images"))
-        return Start(result=result), None
-    check_space(folder, job.checkpoint_bytes, best=job.plan.patience is not None)
+        return Start(config, result=result), None
+    check_space(folder, job.checkpoint_bytes, best=job.plan.keeps_best)
     checkpoint, name, passed_over = CheckpointFolder(folder.checkpoints).load()
     job.notes += [f"{reason}; continuing from the one before it" for reason in passed_over]
     if checkpoint is None and folder.metrics_file.exists():
@@ -226,6 +250,8 @@ def _check(job: Job) -> tuple[Start, dict[str, Any] | None]:
         with prefix_errors(folder.config_file):  # it may have been edited
             before = replace(RunConfig(), flatten(checkpoint["config"]))
             check_same(folder.path, before, config)
+        progress = checkpoint["progress"]
+        check_decay(folder, config, progress["step"], progress.get("decay"))
         changed = check_images(folder, config.data, job.images, checkpoint["data"])
         classes = job.splits.classes
         if changed and (folder.classes() != classes or checkpoint["step"] > job.plan.steps):
@@ -234,7 +260,7 @@ def _check(job: Job) -> tuple[Start, dict[str, Any] | None]:
                 f"continue; restore them or start in a new folder"
             )
         job.notes += changed
-    return Start(name), checkpoint
+    return Start(config, name), checkpoint
 
 
 def _begin(job: Job) -> None:

@@ -223,7 +223,7 @@ def evaluate(
         memory_format: memory format of the images.
         on_batch: called with every batch of this process and its logits.
     """
-    was_training = model.training
+    training = [module for module in model.modules() if module.training]
     model.eval()
     dtype = devices.accumulation_dtype(torch.device(device))
     totals = torch.zeros(4, dtype=dtype, device=device)
@@ -247,7 +247,8 @@ def evaluate(
             totals[2] += F.cross_entropy(logits, targets, reduction="sum")
             totals[3] += len(targets)
     finally:
-        model.train(was_training)
+        for module in training:
+            module.training = True
     if all_reduce is not None:
         totals = all_reduce(totals)
     top1, top5, loss, count = totals.tolist()

@@ -69,6 +69,32 @@ def check_same(folder: Path, before: RunConfig, now: RunConfig) -> None:
         )
 
 
+def check_decay(
+    folder: RunFolder, config: RunConfig, step: int, recorded: tuple[int, int] | None = None
+) -> None:
+    """Check that nobody has edited the decay of a run of minutes.
+
+    Args:
+        folder: the run folder.
+        config: its configuration.
+        step: that of its checkpoint or, once it has finished, its last.
+        recorded: the decay in the checkpoint; None before it began.
+    """
+    decay = config.schedule.decay
+    if decay is None and recorded is None:
+        return
+    if folder.is_finished:
+        same = decay is not None and decay[1] == step
+    else:  # a decay that began after the checkpoint starts after it
+        same = decay == recorded or (recorded is None and decay is not None and decay[0] >= step)
+    if not same:
+        before = f"ends at step {step:,}" if recorded is None else f"has {[*recorded]}"
+        raise UserError(
+            f"{folder.config_file}: schedule.decay is {decay and [*decay]}, but the run {before}; "
+            f"restore it"
+        )
+
+
 def writing(folder: Path) -> AbstractContextManager[None]:
     """Raise an error that names the run folder if writing to it fails in the block."""
     remedy = "choose another, or check its disk and permissions"

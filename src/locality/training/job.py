@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -14,8 +15,9 @@ from locality import machine
 from locality.data import DataSplits, open_data
 from locality.data.datasets import MAX_COMPARED, near_copies, verify
 from locality.data.sources import Examined, ImageFingerprint, kept_bytes
-from locality.errors import UserError
+from locality.errors import UserError, wrap_errors
 from locality.models import ImageClassifier, count_macs, count_parameters
+from locality.progress import doing
 from locality.runs import RunFolder
 from locality.settings import replace
 from locality.training import devices
@@ -29,6 +31,7 @@ from locality.training.optim import (
     make_plan,
     parameter_groups,
 )
+from locality.training.probe import Probe, check_probe, probe_run
 
 
 class Job:
@@ -42,8 +45,9 @@ class Job:
 
     Attributes:
         config, folder, notes: the same; `open` adds notes on unusual data, and on the start.
-        splits: the data. This and the following are known after `open`.
-        plan: its length and schedule in steps.
+        probe: its linear probe, once fitted.
+        splits: the data.
+        plan: its length and schedule in steps. This and the following are known after `open`.
         device_type: "cpu", "cuda" or "mps".
         processes: number of processes on this machine.
         world_size: number of all processes.
@@ -56,8 +60,6 @@ class Job:
         least: the shorter side of shrunk images, see `InputConfig`.
     """
 
-    splits: DataSplits
-
     def __init__(
         self,
         config: RunConfig,
@@ -66,7 +68,14 @@ class Job:
         notes: Sequence[str] = (),
     ) -> None:
         self.config, self.folder, self.notes = config, RunFolder(folder), [*notes]
-        self._splits = splits
+        self.probe: Probe | None = None
+        if splits is not None:
+            self.splits = splits
+
+    @cached_property
+    def splits(self) -> DataSplits:
+        """The data; of a resumed run with the classes in the order that it has recorded."""
+        return open_data(self.config.data, self.config.seed, self.folder.recorded_classes())
 
     def open(self) -> Job:
         """Check the run, open its data and build its model on the meta device.
@@ -80,17 +89,11 @@ class Job:
         check_optimizer(config.optim)
         check_teacher(config.objective.teacher)
         self._model = model = meta_model(config)
-        classes = self.folder.recorded_classes()
-        self.splits = self._splits or open_data(config.data, config.seed, classes)
         if not len(self.splits.val):
             raise UserError(f"dataset '{config.data.dataset}' has no images to evaluate on")
         self.plan = make_plan(config, len(self.splits.train))
-        if len(self.splits.classes) < 2:
-            raise UserError(
-                f"dataset '{self.splits.name}' has {len(self.splits.classes)} class; a classifier "
-                f"needs at least two: one folder of images per class"
-            )
-        self.notes += self.splits.notes()
+        self._check_classes()
+        self.notes += self.splits.notes(balanced=config.objective.class_weights)
         if self.plan.batch_size > len(self.splits.train):
             self.notes.append(
                 f"a batch of {self.plan.batch_size:,} is larger than the training set: every step "
@@ -104,6 +107,8 @@ class Job:
             )
         with torch.device("meta"):
             model.reset_classifier(len(self.splits.classes))
+        if self.plan.probes:
+            check_probe(model)
         parameter_groups(model, config.optim)  # refuses a layer decay that the model cannot have
         self.device_type = devices.resolve_accelerator(config.engine.accelerator)
         self.processes, nodes = devices.process_layout()
@@ -116,8 +121,17 @@ class Job:
         self.trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self.buffers = sum(b.numel() * b.element_size() for b in model.buffers())
         self.img_size = model.img_size
-        self._resumes = bool(classes)
+        self._resumes = bool(self.folder.recorded_classes())
         return self
+
+    def _check_classes(self) -> None:
+        if len(self.splits.classes) < 2:
+            weights = self.config.weights
+            others = f"; bring the images of the classes of {weights}, too" * (weights is not None)
+            raise UserError(
+                f"dataset '{self.splits.name}' has {len(self.splits.classes)} class; a classifier "
+                f"needs at least two: one folder of images per class{others}"
+            )
 
     def set_decay(self, decay: tuple[int, int]) -> None:
         """Give a run of minutes its length: the first step of its decay, and all its steps."""
@@ -145,6 +159,13 @@ class Job:
                 damaged.
         """
         self.check_memory()
+        if self.micro_batch == 1 and not self.plan.probes:
+            sentence = (
+                f"{self.config.model.name} cannot train on one image at once; raise "
+                f"engine.batch_size or model.img_size"
+            )
+            with wrap_errors(sentence, ValueError):
+                _ = self.activation_bytes
         if self._resumes:
             return
         if self.config.weights is not None:
@@ -158,6 +179,15 @@ class Job:
             more, examined = verify(train, self.least, "training", allowed)
             notes += more + [near_copies(examined, val)] * (self.splits.train.groups is None)
         self.notes += filter(None, notes)
+
+    def fit_probe(self, quiet: bool, sizes: Sequence[Any] = ()) -> Probe:
+        """The linear probe of the run's model; it chooses the image size if `sizes` are given."""
+        if self.probe is None:
+            self._check_classes()
+            with doing("passing the images through the frozen network", quiet):
+                size, self.probe = probe_run(self.config, self.splits, sizes)
+            self.config = replace(self.config, {"model.img_size": size})
+        return self.probe
 
     def autocast(self) -> torch.autocast:
         """torch.autocast for the run's precision."""

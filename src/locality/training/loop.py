@@ -80,12 +80,13 @@ class Loop:
     def __post_init__(self) -> None:
         fabric, run = self.fabric, self.job
         self.config, self.plan, self.splits = run.config, run.plan, run.splits
+        self.state.decay = self.config.schedule.decay
         self.collectives = Collectives(fabric, self.signals)
         engine, data = self.config.engine, self.config.data
         self.memory_format = torch.channels_last if engine.channels_last else torch.preserve_format
         self._saved = self.state.step or -1  # step of the last checkpoint; step 0 has none
         self._begun = self._saved_at = time.perf_counter()
-        self._first_step = self.state.step
+        self._first_step, self._evaluation = self.state.step, 0.0  # seconds of the last one
         # Seconds of training before this process.
         self._spent = self.recorder.seconds if self.fabric.is_global_zero else 0.0
         self._input = self.config.input.at(run.img_size)
@@ -164,6 +165,7 @@ class Loop:
         decay, saves = self.fabric.broadcast(self._look_at_clock() if rank0 else (None, False))
         if decay is not None:
             self.job.set_decay(decay)
+            self.state.decay = decay
             self.config, self.plan = self.job.config, self.job.plan
             self.parts.schedule = create_schedule(self.parts.optimizer, self.plan)
             # An evaluation records the rate of the last step, which a new schedule resets.
@@ -179,7 +181,8 @@ class Loop:
             return None, saves
         per_step = (now - self._begun) / steps
         # A forward pass takes a third of a step.
-        evaluation = per_step * len(self.splits.val) / self.plan.batch_size / 3
+        predicted = per_step * len(self.splits.val) / self.plan.batch_size / 3
+        evaluation = self._evaluation or predicted
         seconds = 60 * self.config.schedule.length
         ending = evaluation + min((self._begun - self.started) / 2, _ENDING * seconds)
         end, begun = self.started - self._spent + seconds - ending, self._begun - self._spent
@@ -316,13 +319,21 @@ class Loop:
         }
         state.row, state.evaluated = row, state.step
         state.loss_sum, state.num_correct, state.num_images = 0.0, 0.0, 0
-        self.recorder.log_evaluation(row, found["n"], time.perf_counter() - started)
-        if self.plan.patience is None:
+        self._evaluation = time.perf_counter() - started
+        if not state.step:
+            self._begun = time.perf_counter()  # the probe is no step
+        self.recorder.log_evaluation(row, found["n"], self._evaluation)
+        if not self.plan.keeps_best:
             self.recorder.write_predictions(collector)
-        elif not state.best or _selection_key(row) > _selection_key(state.best):
+        elif not state.best or self._is_kept(row):
             state.best = row
             self.recorder.keep_best()
             self.recorder.write_predictions(collector)
+
+    def _is_kept(self, row: dict[str, Any]) -> bool:
+        """Whether an evaluation's weights replace the best so far; without patience, the last."""
+        due = self.plan.patience is not None or row["step"] == self.plan.steps
+        return due and _selection_key(row) > _selection_key(self.state.best)
 
     def _raise_if_signalled(self) -> None:
         if signum := self.collectives.any_signal():

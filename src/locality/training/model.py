@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +22,24 @@ from locality.settings import to_dict
 from locality.training.config import RunConfig, read_config
 
 
-def settings_from_weights(weights: str, entry: str | None = None) -> dict[str, Any]:
+def settings_from_weights(
+    weights: str, entry: str | None = None, model: Mapping[str, Any] = {}
+) -> dict[str, Any]:
     """The settings of a run that starts from weights: architecture and preprocessing.
 
     Args:
         weights, entry: as for `checkpoints.read`.
+        model: given settings of the model, among them its name; weights fit any image size.
 
     Raises:
         UserError, FileNotFoundError: as `read`, or if the weights do not take 3 channels.
     """
-    found = read(weights, entry=entry)
+    others = {name: value for name, value in model.items() if name not in ("name", "img_size")}
+    found = read(weights, model.get("name"), entry, others)
     check_rgb(weights, found.config.in_chans, "start from weights for 3 channels")
     config = found.config
-    model = to_dict(config) | {"name": config.name or nearest(config)}
-    settings = {"weights": weights, **{f"model.{name}": value for name, value in model.items()}}
+    whole = to_dict(config) | {"name": config.name or nearest(config)}
+    settings = {"weights": weights, **{f"model.{name}": value for name, value in whole.items()}}
     if found.preprocessing is not None:
         prepared = dataclasses.asdict(found.preprocessing)
         for other in ("img_size", "exif", "grey_bits", "decode"):  # the new images have their own
@@ -60,6 +64,9 @@ def build_model(config: RunConfig, num_classes: int | None = None) -> ImageClass
     model.shortcuts = True  # 5 to 40% faster, see docs/speed.md
     if config.engine.grad_checkpointing:
         model.set_grad_checkpointing(True)
+    if config.optim.freeze is not None:
+        model.requires_grad_(False)
+        model.get_classifier().requires_grad_(True)
     return model
 
 

@@ -38,6 +38,7 @@ class Plan:
         unit: updates per unit (epoch or step) of the schedule.
         warmup: updates of the warm-up.
         patience: updates without a better evaluation after which to stop; None never stops.
+        probes: whether the run begins with a probe, which is evaluated.
     """
 
     schedule: ScheduleConfig
@@ -47,6 +48,12 @@ class Plan:
     unit: float
     warmup: int
     patience: float | None
+    probes: bool
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the weights of an earlier evaluation may be the run's."""
+        return self.patience is not None or self.probes
 
     @property
     def images(self) -> int:
@@ -64,6 +71,8 @@ class Plan:
 
     def evaluates(self, step: int) -> bool:
         """Whether the model is evaluated after `step` updates."""
+        if step == 0:
+            return self.probes
         if self.schedule.minutes is None or step == self.steps:
             return self.due(step, self.schedule.eval_every)
         # The interval doubles, as nobody knows how many steps there will be.
@@ -77,7 +86,7 @@ class Plan:
 
     def saves(self, step: int) -> bool:
         """Whether a checkpoint is written after `step` updates."""
-        if self.patience is not None and self.evaluates(step):
+        if self.keeps_best and self.evaluates(step):
             return True  # it may become the best
         if self.schedule.save_every is None:
             return self.evaluates(step)
@@ -104,9 +113,11 @@ def make_plan(config: RunConfig, train_images: int) -> Plan:
     epoch_images = train_images / fraction
     unit = 1.0 if schedule.epochs is None else epoch_images / batch
     steps = round(schedule.length * unit)
-    if schedule.minutes is not None:
+    if config.optim.freeze is not None:
+        steps = 0
+    elif schedule.minutes is not None:
         steps = UNDECIDED if schedule.decay is None else schedule.decay[1]
-    if steps < 1:
+    elif steps < 1:
         raise UserError(
             f"schedule.epochs is {schedule.length:g}, less than one step of {batch} images with "
             f"{train_images} training images; train longer or lower engine.batch_size"
@@ -119,6 +130,7 @@ def make_plan(config: RunConfig, train_images: int) -> Plan:
         unit=unit,
         warmup=min(round(schedule.warmup * unit), steps),
         patience=None if schedule.patience is None else schedule.patience * unit,
+        probes=config.optim.probes,
     )
 
 
@@ -230,7 +242,7 @@ def create_schedule(optimizer: torch.optim.Optimizer, plan: Plan) -> Scheduler:
         return WarmupStableDecay(optimizer, plan)
     return CosineLRScheduler(
         optimizer,
-        t_initial=plan.steps,
+        t_initial=max(1, plan.steps),
         lr_min=plan.schedule.min_lr,
         warmup_t=plan.warmup,
         warmup_lr_init=plan.schedule.warmup_lr,

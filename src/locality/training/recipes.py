@@ -338,7 +338,7 @@ def finetune_384(
 
 
 # Mild: stronger RandAugment posterises and inverts images, which then do not look like photographs.
-_PHOTO_AUGMENT = AugmentConfig(
+PHOTO_AUGMENT = AugmentConfig(
     crop="resized", scale=(0.35, 1.0), hflip=0.5, auto_augment="rand-m5-mstd0.5-inc1"
 )
 SMALL_SIDE = 96
@@ -370,7 +370,7 @@ def photos(model: str = "cvt_photo", img_size: ImageSize | None = None) -> RunCo
     Cost: ten minutes anywhere.
     Expect: depends on the images; pretrained weights (`finetune`) help more than time.
     """
-    network, augment = named(model, img_size=img_size), _PHOTO_AUGMENT
+    network, augment = named(model, img_size=img_size), PHOTO_AUGMENT
     small = is_small(network.img_size)
     optim = OptimConfig("adamw", lr=1e-3, lr_batch=64, weight_decay=0.05)
     if small:
@@ -422,7 +422,8 @@ def finetune(
     """Fine-tuning on a custom dataset.
 
     The classifier is new. Early layers learn more slowly than late ones (`layer_decay`), at a
-    quarter of the rate from scratch. Mixup and cutmix are off below 5,000 images. Of a run of steps
+    quarter of the rate from scratch. Below 5,000 images areas are large, and RandAugment, mixup and
+    cutmix are off: a run of minutes then sees each image a few times. Of a run of steps
     or epochs, the weights of the best evaluation are kept. At 96 pixels or fewer all of this is as
     in `photos`, since weights of that size know little.
 
@@ -436,14 +437,14 @@ def finetune(
     scratch = photos(model, img_size)
     start = {"weights": weights, "model": named(model, img_size=img_size)}
     if is_small(scratch.model.img_size):
-        return _as(scratch, "finetune", **start)
+        return _as(scratch, "finetune", **start, optim={"probe": True})
     length = {"steps": 500, "warmup": 50, "eval_every": 50, "patience": 150}
     return _as(
         scratch,
         "finetune",
         **start,
-        augment={"mixup": 0.0, "cutmix": 0.0},
-        optim={"layer_decay": 0.75, "lr_batch": 256, "clip_grad": 1.0},
+        augment={"scale": (0.8, 1.0), "ratio": (0.8, 1.25), "auto_augment": None},
+        optim={"layer_decay": 0.75, "lr_batch": 256, "clip_grad": 1.0, "probe": True},
         schedule=length | {"warmup_lr": 0.0, "min_lr": 1e-6},
     )
 

@@ -34,6 +34,9 @@ TIMING = ("step", "seconds", "images_per_second", "eval_seconds", "peak_memory_m
 _MEDIAN_STEPS = 20
 
 
+OnEvaluation = Callable[[dict[str, Any]], None]
+
+
 class Table:
     """A CSV file that begins with known rows and to which others are appended.
 
@@ -75,6 +78,7 @@ class Recorder:
         state: the counters with which the run starts or resumes.
         metrics: the rows of metrics.csv up to there, as CSV text.
         quiet: print nothing.
+        on_evaluation: called with each row of metrics.csv, without its empty cells.
     """
 
     def __init__(
@@ -83,7 +87,9 @@ class Recorder:
         state: TrainState,
         metrics: str = "",
         quiet: bool = False,
+        on_evaluation: OnEvaluation | None = None,
     ) -> None:
+        self._on_evaluation = on_evaluation
         folder = job.folder
         self._job, self._images = job, job.images.fingerprint
         self._checkpoints = CheckpointFolder(folder.checkpoints, state.step or None)
@@ -189,13 +195,16 @@ class Recorder:
             "peak_memory_mb": peak_memory_mb(),
         }
         self._metrics.append(row)
+        if self._on_evaluation is not None:
+            self._on_evaluation({key: value for key, value in row.items() if value is not None})
         self._timing.append(timing)
         train = "" if row["train_loss"] is None else f"training loss {row['train_loss']:.3f}, "
         top5 = f"top-5 {row['top5']:.2f}%, " if len(self._job.splits.classes) > 5 else ""
         # A resumed run may begin with an evaluation.
         speed = f", {timing['images_per_second']:.0f} images/s" if self._step_seconds else ""
+        when = f"step {row['step']}, epoch {row['epoch']:.4g}" if row["step"] else "linear probe"
         self.log(
-            f"step {row['step']}, epoch {row['epoch']:.4g}: {train}"
+            f"{when}: {train}"
             f"validation top-1 {row['top1']:.2f}%, {top5}"
             f"loss {row['val_loss']:.3f} on {images} images{speed}"
         )

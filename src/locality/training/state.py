@@ -31,6 +31,7 @@ class TrainState:
         row: the last evaluation.
         best: the best evaluation, if the run keeps its best weights.
         skipped: images that could not be read, name → reason.
+        decay: `schedule.decay`, once the clock has set it.
     """
 
     step: int = 0
@@ -41,6 +42,7 @@ class TrainState:
     row: dict[str, Any] = field(default_factory=dict)
     best: dict[str, Any] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    decay: tuple[int, int] | None = None
 
 
 class Components:
@@ -88,6 +90,10 @@ class Components:
         module = torch.compile(module) if engine.compile else module
         self.forward: Any = fabric.setup_module(module)
         model.train()
+        if config.optim.probes:  # the classifier was fitted to features of the recorded statistics
+            for norm in model.modules():
+                if isinstance(norm, nn.modules.batchnorm._BatchNorm):
+                    norm.eval()
         self.scaler = GradScaler(run.device_type, enabled=run.precision == "fp16-mixed")
 
     def module(self) -> nn.Module:

@@ -1,0 +1,195 @@
+"""The linear probe: scikit-learn's classifier as the model's head, and fine-tuning from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+import locality
+from locality.checkpoints.run_state import BEST, load_best_state
+from locality.data import DataConfig, open_data
+from locality.errors import UserError
+from locality.models import build
+from locality.runs import RunFolder
+from locality.settings import replace
+from locality.training import RunConfig, initial_model, load_run
+from locality.training.autofit import probed_sizes
+from locality.training.job import Job
+from locality.training.probe import extract, fit_probe, probe_run
+from locality.training.recipes import recipe
+
+from .conftest import assert_same_run, tiny, train
+
+# A timm ViT takes no other image size than its own.
+VIT = {"model.name": "timm/test_vit", "model.img_size": 160}
+MODELS: dict[str, dict[str, Any]] = {
+    "convit": {},
+    "deit": {"model.name": "deit_nano", "model.depth": 2},
+    "cvt": {"model.name": "cvt_pico"},
+    "vit": VIT,
+    "resnet": {"model.name": "timm/test_resnet", "model.img_size": 16},
+}
+
+
+def probing(**changes: Any) -> RunConfig:
+    return tiny(**({"optim__probe": True, "optim__lr": 1e-4, "optim__name": "adamw"} | changes))
+
+
+def of(kind: str, **changes: Any) -> RunConfig:
+    config = recipe("digits", {"model.name": MODELS[kind].get("model.name", "convit_nano")})
+    few = {"data.fraction": 0.05, "data.val_fraction": 0.05, "engine.batch_size": 16}
+    return replace(config, few | MODELS[kind] | {"engine.precision": "fp32"} | changes)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_frozen_backbone_ends_with_scikit_learns_classifier(kind, tmp_path):
+    config = of(kind, **{"optim.freeze": "backbone"})
+    result, before = train(config, tmp_path), initial_model(tmp_path)
+    model, _ = load_run(tmp_path)
+    classifier = {id(p) for p in model.get_classifier().parameters()}
+    for (name, now), then in zip(model.named_parameters(), before.parameters(), strict=True):
+        assert id(now) in classifier or torch.equal(now, then), name
+    splits, images = open_data(config.data, config.seed), torch.randn(4, 3, *model.img_size)
+    with torch.no_grad():
+        pooled = model.forward_head(model.forward_features(images), pre_logits=True)
+        torch.testing.assert_close(model.features(images), pooled)
+        torch.testing.assert_close(model.get_classifier()(pooled), model(images))
+    rows, labels = extract(model, splits.train, config, "cpu")
+    probe = fit_probe(rows, labels, 10)
+    assert probe.strength == probe_run(config, splits)[1].strength
+    theirs = make_pipeline(StandardScaler(), LogisticRegression(C=probe.strength, max_iter=300))
+    theirs.fit(rows, labels)
+    with torch.no_grad():
+        ours = model.get_classifier()(torch.from_numpy(rows).float()).softmax(dim=1)
+    np.testing.assert_allclose(ours.numpy(), theirs.predict_proba(rows), atol=1e-4)
+    assert (result["steps"], result["best_step"]) == (0, 0)
+    assert locality.load(tmp_path)(images).shape == (4, 10)
+
+
+def test_two_classes_and_a_class_without_images():
+    rng = np.random.default_rng(0)
+    labels = np.repeat([0, 2], 20)
+    rows = rng.normal(size=(40, 5)) + labels[:, None]
+    probe = fit_probe(rows, labels, 3)
+    logits = torch.from_numpy(rows).float() @ probe.weight.T + probe.bias
+    theirs = make_pipeline(StandardScaler(), LogisticRegression(C=probe.strength)).fit(rows, labels)
+    shares = logits.softmax(dim=1).numpy()
+    np.testing.assert_allclose(shares[:, [0, 2]], theirs.predict_proba(rows), atol=1e-4)
+    assert shares[:, 1].max() < 1e-4
+    with pytest.raises(UserError, match="one class"):
+        fit_probe(rows, np.zeros(40, dtype=np.int64), 2)
+
+
+@pytest.mark.parametrize(
+    ("found", "minutes", "kept"),
+    [
+        (((80, 1.0), (80, 0.9)), True, "last"),
+        (((80, 1.0), (80, 1.1)), True, "first"),
+        (((80, 1.0), (70, 0.5)), False, "first"),
+        (((80, 1.0), (90, 2.0)), False, "last"),
+    ],
+)
+def test_the_probe_stays_unless_fine_tuning_is_as_good(found, minutes, kept, tmp_path, evaluations):
+    evaluations(*found)
+    patience = None if minutes else 5
+    config = probing(schedule__steps=4, schedule__eval_every=9, schedule__patience=patience)
+    result, (first, last) = train(config, tmp_path), found
+    assert (result["top1"], result["best_step"]) == (
+        (first if kept == "first" else last)[0],
+        4 * (kept == "last"),
+    )
+    assert load_best_state(tmp_path)["step"] == result["best_step"]
+    assert [row["top1"] for row in RunFolder(tmp_path).curve] == [first[0], last[0]]
+
+
+def test_a_run_stopped_after_its_probe_goes_on_to_the_same_bits(tmp_path, interrupt):
+    config = probing(augment__mixup=0.4, engine__ema_decay=0.9)
+    train(config, tmp_path / "whole")
+    for step in (0, 5):
+        interrupt(config, tmp_path / "run", step)
+    assert (tmp_path / "run/checkpoints" / BEST).exists()
+    train(config, tmp_path / "run")
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    assert "probe" not in (tmp_path / "run" / "metrics.csv").read_text()
+
+
+def test_batch_norms_keep_the_statistics_of_the_weights(tmp_path):
+    config = of("resnet", **{"optim.probe": True, "schedule.steps": 3, "schedule.warmup": 0})
+    train(config, tmp_path)
+    before, after = initial_model(tmp_path).state_dict(), load_best_state(tmp_path)["model"]
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved and not any("running" in name for name in moved)
+
+
+def test_sizes_are_those_that_the_model_takes(monkeypatch):
+    for model, sizes in {
+        "timm/tf_efficientnet_lite0": [96, 128, 160],
+        "timm/vit_tiny_patch16_224": [],  # fixed
+        "convit_tiny": [96, 128, 160],
+        "cvt_photo": [],
+    }.items():
+        config = recipe("finetune", {"model.name": model})
+        assert probed_sizes(config, 95) == [*sizes, config.model.img_size]
+    assert probed_sizes(config, 300) == [64, 96]
+    config = replace(tiny(), {"schedule.steps": None, "schedule.minutes": 1})
+    splits = open_data(DataConfig(fraction=0.2), 0)
+    size, probe = probe_run(config, splits, [4, 8])
+    other = probe_run(replace(config, {"model.img_size": 12 - size}), splits)[1]
+    assert probe.images == len(splits.train) and probe.loss < other.loss
+    monkeypatch.setattr("locality.training.probe._SHARE", 1e-9)  # no time
+    size, probe = probe_run(config, splits, [4, 8])
+    assert (size, probe.images) == (4, 200)
+
+
+def test_a_classifier_that_is_not_linear_is_refused(tmp_path, monkeypatch):
+    model = build("convit_nano")
+    monkeypatch.setattr(type(model), "get_classifier", lambda self: torch.nn.Identity())
+    with pytest.raises(UserError, match=r"--optim\.probe false"):
+        Job(probing(), tmp_path / "run").open()
+
+
+def test_freeze_in_python_and_on_the_command_line(class_folders, tmp_path: Path, cli):
+    photos = class_folders(tmp_path / "photos", {"a": 8, "b": 8}, size=(16, 16))
+    train(tiny(), tmp_path / "donor")
+    settings = {"weights": tmp_path / "donor", "freeze": "backbone", "quiet": True}
+    rows: list[dict[str, Any]] = []
+    run = locality.fit(photos, output=tmp_path / "run", on_evaluation=rows.append, **settings)
+    assert rows == RunFolder(run.folder).curve and len(rows) == 1
+    assert run.result["steps"] == 0 and set(run.predict(photos / "a", top=2)[0].classes) == {
+        "a",
+        "b",
+    }
+    words = ["finetune", photos, "--from", tmp_path / "donor", "--freeze", "backbone"]
+    said = cli(*words, "--output", tmp_path / "other").err
+    assert "linear probe: validation top-1" in said and "not trained" not in said
+    cli("report", tmp_path / "other")
+
+
+def test_another_class_joins_those_of_a_run(class_folders, tmp_path: Path, cli):
+    old, new = {"c": 8, "a": 8}, {"b": 8, "a": 8, "c": 8, "d": 8}
+    photos, more = (
+        class_folders(tmp_path / name, counts, size=(16, 16))
+        for name, counts in (("old", old), ("new", new))
+    )
+    short = {"freeze": "backbone", "quiet": True, "model__depth": 2}
+    first = locality.fit(photos, "convit_nano", output=tmp_path / "first", **short)
+    words = ["finetune", more, "--from", first.folder, "--freeze", "backbone"]
+    said = cli(*words, "--output", tmp_path / "second").err
+    assert "keeps its 2 classes; new: 'b', 'd'" in said
+    before, after = first.model.head, locality.load(tmp_path / "second").head
+    kept = [0, 2]  # of a, b, c, d
+    assert torch.equal(before.weight, after.weight[kept]) and torch.equal(
+        before.bias, after.bias[kept]
+    )
+    assert not torch.equal(after.weight[1], after.weight[3])
+    alone = class_folders(tmp_path / "alone", {"b": 8}, size=(16, 16))
+    words = ["finetune", alone, "--from", first.folder, "--output", tmp_path / "third"]
+    assert "bring the images of the classes of" in cli(*words, code=2).err
+    assert not (tmp_path / "third").exists()
