@@ -205,6 +205,7 @@ def test_keys_on_coarser_grids(open_ready, shaken, tmp_path):
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 12, 3), np.uint8))
     page = open_ready(write_explorer([subject], [image], tmp_path / "cvt.html"))
     click(page, 1, 2)  # of the last stage's 4 × 4
+    labels = []
     for layer, maps in enumerate(compute_maps(subject, image)):
         height, width = maps.query_grid
         # The patch that holds the centre of the clicked one.
@@ -218,6 +219,9 @@ def test_keys_on_coarser_grids(open_ready, shaken, tmp_path):
         shown = page.locator(f'.row .cell[data-layer="{layer}"][data-head="0"]')
         distance = float(shown.get_attribute("data-distance"))
         assert distance == pytest.approx((patches * away).sum() / patches.sum(), rel=2 * FACTOR)
+        # Uniform attention from this patch is at 1; the tiles of one layer are labelled.
+        labels.append(f"head 1 · distance {distance / away.mean():.2f} × uniform")
+    assert sum(label in page.inner_text("body") for label in labels) == 1
 
 
 def test_bad_input(subjects, images, tmp_path):

@@ -124,6 +124,12 @@ function distanceOf(layer, attention) {
   return mass > 0 ? sum / mass : null;
 }
 
+// A row's distance in the page's unit: multiples of uniform attention from the same patch.
+function inUnit(layer, attention, distance) {
+  const uniform = DATA.unit === "patches" ? 1 : distanceOf(layer, attention.map(() => 1)) || 1;
+  return `${(distance / uniform).toFixed(2)} ${DATA.unit}`;
+}
+
 // Nonlocality of each head in the page's unit.
 const distancesOf = ({ nonlocality, unit }) => nonlocality.map((value) => value === null ? null : value / unit);
 
@@ -303,7 +309,7 @@ function showCell(cell) {
   if (cell.label) {
     const gate = layer.gates && cell.head !== ROLLOUT && !commonGate(layer) ? ` · gate ${layer.gates[cell.head].toFixed(2)}` : "";
     const even = attention ? evennessOf(patches) : "";
-    const far = distance === null ? "" : ` · distance ${(distance / layer.unit).toFixed(2)} ${DATA.unit}`;
+    const far = distance === null ? "" : ` · distance ${inUnit(layer, attention, distance)}`;
     cell.label.textContent = `${cell.head === ROLLOUT ? "rollout, all layers" : `head ${cell.head + 1}`}${even && ` · ${even}`}${far}${gate}`;
   }
 }
@@ -351,7 +357,7 @@ function readout() {
   const distance = distanceOf(layer, attention);
   const even = attention ? evennessOf(attention.subarray(layer.prefix)) : "";
   if (even) parts.push(even === "uniform" ? "uniform: the same to every patch" : "nearly uniform: the colours show differences of less than a factor of two");
-  if (distance !== null) parts.push(`mean distance ${(distance / layer.unit).toFixed(2)} ${DATA.unit}`);
+  if (distance !== null) parts.push(`mean distance ${inUnit(layer, attention, distance)}`);
   if (attention && layer.prefix) parts.push(`${number(100 * attention[0])}% to the ${DATA.models[at.model].prefix}`);
   if (attention && layer.prefix > 1) {
     const others = attention.subarray(1, layer.prefix).reduce((a, b) => a + b);
