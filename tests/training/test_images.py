@@ -220,7 +220,7 @@ def test_a_class_without_images_and_a_large_batch_are_mentioned(photos, tmp_path
     )
 
 
-@pytest.mark.parametrize("batch_size", [10**9, 10**18])
+@pytest.mark.parametrize("batch_size", [10**9, 10**12])
 def test_a_batch_that_does_not_fit_into_memory_is_refused(batch_size, photos, tmp_path):
     config = on(photos, engine__batch_size=batch_size)
     for start in (
