@@ -23,7 +23,6 @@ softmax(v_pos·r) V without an N×N matrix; `attention_maps` returns the matrice
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -270,8 +269,12 @@ class VisionTransformer(transformer.Transformer):
         device = x.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
-        kinds: Any = itertools.groupby((block.attn for block in self.blocks), type)
-        return [part for kind, layers in kinds for part in kind.parts([*layers], grid, dtype)]
+        kinds: list[list[Any]] = []  # not itertools.groupby, which breaks torch.compile's graph
+        for block in self.blocks:
+            if not kinds or type(kinds[-1][0]) is not type(block.attn):
+                kinds.append([])
+            kinds[-1].append(block.attn)
+        return [part for each in kinds for part in type(each[0]).parts(each, grid, dtype)]
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
         """(B, C_in, H_in, W_in) → embedded patches, (B, N, C), and their grid."""
