@@ -103,7 +103,8 @@ def test_a_dry_run_finds_training_images_that_would_end_the_run(
     for index in (1, 27):
         Path(bad.describe(index)).write_bytes(b"")
     words = [f"--data.{name}={value}" for name, value in settings.items()]
-    printed = cli("train", tmp_path / "photos", "--dry_run", *words, code=2 if words else 0)
+    given = ("--dry_run", "--from", "scratch", *words)
+    printed = cli("train", tmp_path / "photos", *given, code=2 if words else 0)
     said = printed.err + printed.out
     assert f"2 of 36 training images cannot be read: '{bad.describe(1)}'" in said
     assert ("they are left out" in said) == (not words)

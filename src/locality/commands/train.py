@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from locality import checks, training
 from locality.checkpoints.registry import packaged
 from locality.commands import Parser, first_word, folder_name, images_at, peek, say
+from locality.data.folder import check_root
 from locality.errors import UserError, printable, some, unknown
 from locality.files import missing, read_yaml
 from locality.machine import end_if_importing, is_main_process
@@ -232,11 +233,9 @@ def prepare(
         output: the run folder; one in runs/ by default.
         quiet: print no news.
     """
-    from locality.training.job import Job
-
     if name not in CUSTOM_DATA_RECIPES or given.get("data.root") is None:
         config = recipe(name, given)
-        return Job(config, output or default_folder(config))
+        return _checked(config, Path(output or default_folder(config)))
     given, command = converted(given), name
     if given.get("weights") == SCRATCH:
         given["weights"], name = None, "photos"
@@ -261,6 +260,7 @@ def prepare(
     with doing(f"reading {given['data.root']}, choosing model and settings", quiet):
         from locality.data import open_data
         from locality.training.autofit import autofit, provisional
+        from locality.training.job import Job
         from locality.training.model import settings_from_weights
 
         if weights is not None:
@@ -287,8 +287,6 @@ def resumed(run: Path, given: Mapping[str, Any]) -> Job:
     Raises:
         UserError: if they do, or for an invalid setting.
     """
-    from locality.training.job import Job
-
     begun = read_config(run)
     # Compared before they are applied, as old and new settings may exclude each other.
     before = flatten(to_dict(begun))
@@ -302,7 +300,16 @@ def resumed(run: Path, given: Mapping[str, Any]) -> Job:
             f"its schedule (changed: {', '.join(changed)}); start a new one from its weights: "
             f"locality train --config {run / 'config.yaml'} --weights {run} --output ANOTHER"
         )
-    return Job(replace(begun, given), run)
+    return _checked(replace(begun, given), run)
+
+
+def _checked(config: RunConfig, folder: Path) -> Job:
+    """The job of a run whose weights, images and folder are checked before torch is imported."""
+    check_places(config, folder)
+    check_root(config.data)
+    from locality.training.job import Job
+
+    return Job(config, folder)
 
 
 def default_folder(config: RunConfig) -> Path:

@@ -83,7 +83,7 @@ def test_calibrated_statistics_are_those_of_the_images(model, space):
     for name, buffer in small.named_buffers():
         assert torch.equal(buffer, dict(again.named_buffers())[name])
     first = small.stages[0]
-    tokens = [first.blocks[0].norm1(first.embed_tokens(batch, (4, 4))) for batch in batches]
+    tokens = [first.blocks[0].norm1(first.embed(batch)) for batch in batches]
     convolved = [
         first.blocks[0].attn.k.conv(t.transpose(1, 2).unflatten(2, (4, 4))) for t in tokens
     ]
