@@ -401,9 +401,8 @@ def photo_weights(model: str = "cvt_photo_plus") -> RunConfig:
     The settings of `photos` for small images, with batches of 128.
 
     Command: `locality train photo_weights --data.root tiny-imagenet-200`
-    Cost: 0.0002 exaFLOPs; 7,000 steps of `cvt_photo_plus` take an hour and a half of one core.
-    Expect: docs/weights.md has the accuracy of each model and what its weights bring to other
-    photographs.
+    Cost: 0.0002 exaFLOPs; 7,000 steps of `cvt_photo_plus` took 1.9 hours of one core.
+    Expect: 49.1% of 200 classes for `cvt_photo_plus` (one run).
     """
     return _as(
         photos(model),
