@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageDraw, ImageOps
 
 from locality.data import DataConfig, check, datasets, open_data
 from locality.data.datasets import verify
@@ -156,3 +156,25 @@ def test_unused_bits_are_named(tmp_path, monkeypatch, most, ok):
     read = replace(data, grey_bits=bits)
     assert report(tmp_path, grey_bits=bits).ok
     assert "grey_bits" not in str(verify(open_data(read, 0).val)[0])
+
+
+def arrow(path, seed, way):
+    rng = np.random.default_rng(seed)
+    image = Image.fromarray(rng.integers(90, 150, (32, 32, 3)).astype(np.uint8))
+    (x, y), draw = rng.integers(13, 19, 2).tolist(), ImageDraw.Draw(image)
+    draw.polygon([(x - 8, y - 8), (x - 8, y + 8), (x + 8, y)], fill=(220, 220, 220))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    turned = {"right": image, "left": ImageOps.mirror(image), "up": image.rotate(90)}
+    turned[way].save(path)
+
+
+def test_classes_that_are_mirror_images_are_named(tmp_path, cli):
+    for seed in range(90):
+        way = ("left", "right", "up")[seed % 3]
+        arrow(tmp_path / way / f"{seed}.png", seed, way)
+    words = ("train", tmp_path, "--dry_run", "--steps=2", "--model=deit_nano")
+    printed = cli(*words, "--model.patch_size=8")
+    assert "these classes look alike: 'left and right'; train with --augment.hflip 0" in printed.out
+    assert "flipped left to right" in printed.out
+    printed = cli(*words, "--model.patch_size=8", "--augment.hflip=0")
+    assert "look alike" not in printed.out and "flipped" not in printed.out

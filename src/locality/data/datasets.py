@@ -393,8 +393,7 @@ def near_copies(train: Sequence[Examined], val: Sequence[Examined]) -> str:
     same photograph, cropped or compressed anew, or the next picture of a series.
     """
     ours, theirs = (
-        np.array([image.grey for image in images if not image.fault], dtype=float).reshape(-1, 64)
-        for images in (train, val)
+        _greys([image for image in images if not image.fault]) for images in (train, val)
     )
     theirs = theirs[:: 1 + len(ours) * len(theirs) // _MOST_PAIRS]
     if not len(ours) or not len(theirs):
@@ -407,6 +406,38 @@ def near_copies(train: Sequence[Examined], val: Sequence[Examined]) -> str:
         f"may be too high; keep the images of a subject together: --data.group_by '([^_]+)_' (what "
         f"their file names share) or --data.group_column"
     )
+
+
+def mirror_classes(train: Sequence[Examined], labels: Indices, classes: Sequence[str]) -> str:
+    """A warning if mirror images of a class are images of another, which flips confuse; else "".
+
+    Nearest neighbours by 8×8 mean greys decide: most of a class are nearest to their own class, and
+    their mirror images to the other.
+    """
+    known = np.array([not image.fault for image in train], dtype=bool)
+    if not known.any() or len(train) > MAX_COMPARED:
+        return ""
+    labels, count = labels[: len(train)][known], len(classes)
+    greys = _greys([image for image in train if not image.fault])
+    shares = []
+    for images in (greys, greys.reshape(-1, 8, 8)[:, :, ::-1].reshape(-1, 64)):
+        distances = cdist(images, greys, "cityblock")
+        np.fill_diagonal(distances, np.inf)
+        pairs = count * labels + labels[distances.argmin(axis=1)]
+        table = np.bincount(pairs, minlength=count**2).reshape(count, count)
+        shares.append(table / np.maximum(1, table.sum(axis=1, keepdims=True)))
+    plain, mirrored = shares
+    hits = (mirrored > 0.5) & (mirrored > plain + 0.3) & (np.diag(plain)[:, None] > 0.5)
+    named = [
+        f"{classes[one]} and {classes[other]}" for one, other in np.argwhere(hits) if one < other
+    ]
+    if not named:
+        return ""
+    return f"mirror images of these classes look alike: {some(named)}; train with --augment.hflip 0"
+
+
+def _greys(images: Sequence[Examined]) -> npt.NDArray[np.float64]:
+    return np.array([image.grey for image in images], dtype=float).reshape(-1, 64)
 
 
 def _unused_bits(images: Iterable[Examined]) -> tuple[str, bool]:

@@ -79,6 +79,10 @@ def autofit(
         }
         chosen |= {f"augment.{name}": value for name, value in strong.items()}
     notes = [f"images have about {side} pixels on the shorter side{crop}"]
+    if config.augment.hflip:
+        notes.append(
+            "images are flipped left to right; --augment.hflip 0 where that changes the class"
+        )
     if config.recipe == "photos":
         notes += [
             "a small CNN by the same recipe: --model timm/test_resnet",

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from locality import machine
 from locality.data import DataSplits, open_data
-from locality.data.datasets import MAX_COMPARED, near_copies, verify
+from locality.data.datasets import MAX_COMPARED, mirror_classes, near_copies, verify
 from locality.data.sources import Examined, ImageFingerprint, kept_bytes
 from locality.errors import UserError, wrap_errors
 from locality.models import ImageClassifier, count_macs, count_parameters
@@ -177,7 +177,9 @@ class Job:
         if all_images or (self.least is not None and len(train) <= MAX_COMPARED):
             allowed = data.max_bad_images if data.on_bad(training=True) == "skip" else 0
             more, examined = verify(train, self.least, "training", allowed)
-            notes += more + [near_copies(examined, val)] * (self.splits.train.groups is None)
+            notes += more + [near_copies(examined, val)] * (train.groups is None)
+            if self.config.augment.hflip and len(examined) == len(train):
+                notes.append(mirror_classes(examined, train.labels, self.splits.classes))
         self.notes += filter(None, notes)
 
     def fit_probe(self, quiet: bool, sizes: Sequence[Any] = ()) -> Probe:
