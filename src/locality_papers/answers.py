@@ -3,9 +3,7 @@
 **yes**: the effect is significantly above 0, or on the asked side of the question's threshold.
 **no**: it is significantly on the other side, contradicting the question. **less**: neither is
 shown, and an effect as large as the paper's (or one point of accuracy, if the paper gives none) is
-excluded. **cannot tell**: everything else, and any effect with fewer than three seeds; "needs n
-seeds" is for an interval of a third of the effect or the paper's, "needs more images" for one that
-no number of seeds gives.
+excluded. **cannot tell**: everything else, and any effect with fewer than three seeds.
 
 Tests are Student's t over seeds at 5%, on differences paired by seed. Holm's correction covers the
 questions of a table or figure at a scale, the papers' and our own separately: first testing for
@@ -26,7 +24,6 @@ Quantities computed from the models alone need no seeds.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +36,7 @@ from locality_papers.experiment import A_POINT, Evaluated, Experiment, Question,
 YES, NO, LESS, CANNOT_TELL = "yes", "no", "less", "cannot tell"
 COLUMNS = (
     *("question", "where", "experiment", "scale", "unit", "n", "planned", "effect", "low", "high"),
-    *("threshold", "start", "over_seeds", "p", "images", "paper", "answer", "seeds", "task"),
+    *("threshold", "start", "over_seeds", "p", "images", "paper", "answer", "task"),
     *("protocol", "recipes"),
 )
 LEAST_SEEDS = 3
@@ -49,8 +46,8 @@ Answer = dict[str, Any]
 """A question's `COLUMNS`: `n` of the `planned` seeds, `effect` with its 95% interval, the
 `threshold` that it is compared with, the effect before training (`start`), the half width of an
 unpaired interval `over_seeds` alone, the p-value of "it is at the threshold", how `images` count
-(see `Evaluated`), the paper's effect, for "cannot tell" the `seeds` needed to tell, why the `task`
-cannot show it, whether the `protocol` lists it ("" without one), and effects by other `recipes`."""
+(see `Evaluated`), the paper's effect, why the `task` cannot show it, whether the `protocol` lists
+it ("" without one), and effects by other `recipes`."""
 
 _PROTOCOLS: dict[str, Any] = read_yaml(Path(__file__).with_name("protocol.yaml"))
 _NOTHING = Estimate(0.0, None, 0)
@@ -133,7 +130,6 @@ def _unanswered(
         "images": evaluated.images,
         "paper": None if paper is None else round(paper, 6),
         "answer": CANNOT_TELL,
-        "seeds": None,
         "task": question.task,
         "protocol": "" if plan is None or exact else PLANNED if listed else LATER,
         "recipes": "",
@@ -155,21 +151,9 @@ def _answer(family: list[_Tested]) -> None:
     below = holm(
         [p_value(of.distance, b, of.exact) if of.distance.mean < b else 1.0 for of, b in rest]
     )
-    for (tested, bound), found in zip(rest, below, strict=True):
+    for (tested, _), found in zip(rest, below, strict=True):
         if found:
             tested.answer["answer"] = LESS
-        elif tested.distance.half_width:
-            effect = max(bound, abs(tested.distance.mean))
-            tested.answer["seeds"] = seeds_needed(tested.distance, effect)
-
-
-def seeds_needed(estimate: Estimate, effect: float) -> float:
-    """Seeds needed for a half-width of about a third of `effect`; infinite if images limit it."""
-    fixed, wanted = estimate.floor**2, (effect / 6) ** 2
-    seeds = estimate.n * (estimate.error**2 - fixed)
-    if wanted <= fixed:
-        return math.inf
-    return max(LEAST_SEEDS, estimate.n + 1, math.ceil(seeds / (wanted - fixed)))
 
 
 def p_value(estimate: Estimate, at: float, exact: bool = False) -> float:

@@ -202,9 +202,6 @@ def said(answer: Answer, brief: bool = False) -> str:
     seeds = f"{n} of {planned} seeds" if planned and n != planned else ""
     if answer["answer"] == CANNOT_TELL and answer["protocol"] and seeds:
         more, seeds = f" ({seeds})", ""
-    elif answer["answer"] == CANNOT_TELL and answer["seeds"] and not brief:
-        enough = math.isfinite(answer["seeds"])
-        more = f" (needs {answer['seeds']} seeds)" if enough else " (needs more images)"
     elif answer["answer"] == LESS and answer["high"] < 0:
         more = " (opposite sign)"
     texts = [f"{answer['answer']}{more}", f"{effect}{unit}{interval}", seeds]

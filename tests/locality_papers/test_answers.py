@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,6 @@ from locality_papers.answers import (
     YES,
     answers,
     protocol,
-    seeds_needed,
     write_answers,
 )
 from locality_papers.experiment import Evaluated, Experiment, Question, built
@@ -167,17 +165,6 @@ def test_noise_is_rarely_answered():
         found = answered(*(effect(estimate(values)) for values in family))
         wrong += any(each in (YES, NO) for each in found)
     assert wrong <= 18
-
-
-def test_what_cannot_be_told_says_how_many_seeds_it_would_take():
-    found = estimate(np.arange(8.0))
-    needed = seeds_needed(found, 1.5)
-    spread = np.arange(8).std(ddof=1)
-    assert 2 * spread / math.sqrt(needed) == pytest.approx(1.5 / 3, rel=0.01)
-    # More seeds do not reduce the error over images, or of images that all divide.
-    assert needed < seeds_needed(estimate(np.arange(8.0), images=0.2), 1.5) < math.inf
-    assert seeds_needed(estimate(np.arange(8.0), images=0.3), 1.5) == math.inf
-    assert seeds_needed(estimate(np.arange(8.0), shared=1 / 3), 1.5) == math.inf
 
 
 def test_answers_are_a_table(tmp_path):

@@ -32,14 +32,12 @@ class Estimate:
         half_width: the 95% interval is mean ± half_width; None for a single run.
         n: number of runs.
         df: degrees of freedom; n − 1 by default.
-        floor: the standard error that more runs on these images would not reduce.
     """
 
     mean: float
     half_width: float | None
     n: int
     df: float | None = None
-    floor: float = 0.0
 
     @property
     def low(self) -> float | None:
@@ -95,17 +93,17 @@ def estimate(values: npt.ArrayLike, shared: float = 0.0, images: float = 0.0) ->
     spread = float(by_run.var(ddof=1))
     if math.sqrt(spread) < 1e-9 * abs(mean):  # equal, as differences of rounded numbers
         spread = 0.0
-    variance, df, fixed = spread * (1 / n + shared), float(n - 1), spread * shared
+    variance, df = spread * (1 / n + shared), float(n - 1)
     if images:
         df *= (variance + images**2) ** 2 / variance**2 if variance else math.inf
-        variance, df, fixed = variance + images**2, min(df, 1e6), images**2
+        variance, df = variance + images**2, min(df, 1e6)
     elif table.ndim == 2 and table.shape[1] > 1 and np.ptp(table):
-        variance, df, fixed = _crossed(table)
-    return Estimate(mean, _quantile(df) * math.sqrt(variance), n, df, math.sqrt(fixed))
+        variance, df = _crossed(table)
+    return Estimate(mean, _quantile(df) * math.sqrt(variance), n, df)
 
 
-def _crossed(table: npt.NDArray[np.float64]) -> tuple[float, float, float]:
-    """Variance of the mean of (runs, images), its degrees of freedom, and the images' part of it.
+def _crossed(table: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """Variance of the mean of (runs, images), and its degrees of freedom.
 
     Both factors are random. The mean squares of runs and of images each contain that of the rest,
     which would count twice. Degrees of freedom are Satterthwaite's.
@@ -118,7 +116,7 @@ def _crossed(table: npt.NDArray[np.float64]) -> tuple[float, float, float]:
     squares[2] = -np.square(rest).sum() / degrees[2]
     total = max(squares.sum(), -squares[2])
     df = total**2 / float((squares**2 / degrees).sum())
-    return total / table.size, df, max(0.0, squares[1] + squares[2]) / table.size
+    return total / table.size, df
 
 
 def _quantile(df: float) -> float:
