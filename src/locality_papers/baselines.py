@@ -82,7 +82,7 @@ def baselines(t: Experiment, s: Scale) -> None:
              label in _MODELS)
         for label, colour in colours.items()
     )  # fmt: skip
-    title = DATASETS[config.data.dataset].get("title", config.data.dataset)
+    title = DATASETS[config.data.dataset].title or config.data.dataset
     t.panel(title, "training images", "top-1, %", *lines, log_x=True)
 
 

@@ -28,7 +28,7 @@ FAMILIES = ("ConViT", "DeiT")
 FRACTIONS = (0.05, 0.1, 0.3, 0.5, 1.0)
 # Datasets that are made of another.
 _FOLDERS = {"imagenet100": "imagenet"} | {
-    name: row["of"] for name, row in DATASETS.items() if "of" in row
+    name: info.of for name, info in DATASETS.items() if info.of
 }
 
 
@@ -186,7 +186,7 @@ class Scale:
     def missing_data(self, run: Run) -> str | None:
         """Why a run's data is missing, known before anything starts; None if it may exist."""
         data = run.config.data
-        if data.root is not None or not DATASETS[data.dataset].get("needs_root", True):
+        if data.root is not None or not DATASETS[data.dataset].needs_root:
             return None  # the run itself reports a missing folder
         name = _FOLDERS.get(data.dataset, data.dataset)
         name = "imagenet22k" if run.config.recipe == "cvt_22k" else name

@@ -6,6 +6,7 @@ import pytest
 
 from locality.data import AugmentConfig, DataConfig, Decoding, Preprocessing
 from locality.data.config import DATASETS
+from locality.data.datasets import OPENERS
 from locality.errors import UserError
 
 BAD = {
@@ -51,8 +52,9 @@ def test_bad_images_are_skipped_in_training_and_errors_in_evaluation():
     assert DataConfig(on_bad_image="skip").on_bad(False) == "skip"
 
 
-@pytest.mark.parametrize("dataset", [name for name in DATASETS if "of" not in DATASETS[name]])
+@pytest.mark.parametrize("dataset", [name for name in DATASETS if not DATASETS[name].of])
 def test_every_dataset_is_described(dataset):
+    assert dataset in OPENERS
     page = (Path(__file__).parents[2] / "docs/images.md").read_text()
     assert dataset in DataConfig.__doc__ and f"`{dataset}`" in page
 

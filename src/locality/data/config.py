@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from msgspec import Meta
 
 from locality import checks
 from locality.errors import UserError, wrap_errors
-from locality.files import read_yaml
 from locality.settings import check, setting
 
 # Pillow warns of decompression bombs beyond this many pixels, and refuses twice as many.
@@ -23,8 +21,64 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
-DATASETS: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("datasets.yaml"))
-"""The rows of `datasets.yaml` by dataset name."""
+@dataclass(frozen=True)
+class DatasetInfo:
+    """What is known of a dataset without its files; `locality.data.datasets` opens it.
+
+    Attributes:
+        images: numbers of training images, validation images and classes, for plans; its classes
+            keep their order. None of images of one's own, whose classes are sorted.
+        needs_root: whether a folder has to be given.
+        title: its name in messages.
+        content: what torchvision's reader expects in the folder, if that reads it.
+        of: the dataset of which it shows the patches of `patch` pixels in another order: one for
+            all images, or this `share` of them in orders of their own.
+    """
+
+    images: tuple[int, int, int] | None = None
+    needs_root: bool = True
+    title: str = ""
+    content: str = ""
+    of: str = ""
+    patch: int = 0
+    share: float | None = None
+
+
+DATASETS = {
+    "digits": DatasetInfo(needs_root=False),
+    "folder": DatasetInfo(),
+    "table": DatasetInfo(),
+    "arrow": DatasetInfo(),
+    "fashion_mnist": DatasetInfo((60_000, 10_000, 10), False, "Fashion-MNIST", "FashionMNIST/raw"),
+    "cifar10": DatasetInfo(
+        *((50_000, 10_000, 10), True, "CIFAR-10"),
+        content="cifar-10-batches-py, unpacked from cifar-10-python.tar.gz",
+    ),
+    "cifar10_jpeg": DatasetInfo((50_000, 10_000, 10), title="CIFAR-10 as JPEG files"),
+    "cifar100": DatasetInfo(
+        *((50_000, 10_000, 100), True, "CIFAR-100"),
+        content="cifar-100-python, unpacked from cifar-100-python.tar.gz",
+    ),
+    "flowers102": DatasetInfo(
+        *((2_040, 6_149, 102), True, "Flowers-102"),
+        content="flowers-102 with jpg/, imagelabels.mat and setid.mat",
+    ),
+    "pets": DatasetInfo(
+        *((3_680, 3_669, 37), True, "Oxford-IIIT Pets"),
+        content="oxford-iiit-pet with images/ and annotations/",
+    ),
+    "imagenet": DatasetInfo((1_281_167, 50_000, 1000)),
+    "imagenet100": DatasetInfo((128_117, 5_000, 100)),
+    "tiny_imagenet": DatasetInfo((100_000, 10_000, 200)),
+}
+"""What is known of each dataset, by name."""
+
+_SHUFFLED = {"permuted": None, "shuffled_25": 0.25, "shuffled_50": 0.5, "shuffled_100": 1.0}
+DATASETS |= {
+    f"{of}_{kind}": replace(DATASETS[of], title="", content="", of=of, patch=patch, share=share)
+    for of, patch in (("digits", 2), ("fashion_mnist", 4), ("cifar10_jpeg", 4))
+    for kind, share in _SHUFFLED.items()
+}
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"]
 Part = tuple[checks.Share, checks.Share]

@@ -1,4 +1,4 @@
-"""Datasets by name: `open_data`, checks of images, and the openers that `datasets.yaml` lists.
+"""Datasets by name: `open_data`, checks of images, and their openers.
 
 From torchvision readers that decode files themselves, only the (private) lists of files and labels
 are used, so that one decoding policy applies to all images.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import os
-import pkgutil
 import re
 import zlib
 from collections import Counter
@@ -28,7 +27,7 @@ from scipy.sparse.csgraph import connected_components
 from scipy.spatial.distance import cdist
 from tqdm import tqdm
 
-from locality.data.config import DATASETS, DataConfig
+from locality.data.config import DATASETS, DataConfig, DatasetInfo
 from locality.data.folder import (
     check_root,
     list_folder,
@@ -47,6 +46,7 @@ from locality.data.sources import (
     first_equal,
     imbalance,
 )
+from locality.data.tables import open_arrow, open_table
 from locality.errors import UserError, printable, some, wrap_errors
 from locality.files import read_text
 
@@ -75,11 +75,9 @@ def open_data(
         UserError: the dataset is missing or unusable, or a fraction leaves a class empty.
     """
     check_root(config)
-    row = DATASETS[config.dataset]
-    opener = pkgutil.resolve_name(f"locality.data.{row['opener']}")
-    opened = opener(config)
+    opened = OPENERS[config.dataset](config)
     _set_groups(config, [source for source in opened[1:] if source is not None])
-    classes, train, val = _ordered(opened, names, custom="images" not in row)
+    classes, train, val = _ordered(opened, names, custom=DATASETS[config.dataset].images is None)
     if config.part != (0.0, 1.0):
         train = train.subset(class_slice(train.labels, config.part, _PART_SEED))
         val = val and val.subset(class_slice(val.labels, config.part, _PART_SEED))
@@ -565,10 +563,24 @@ def _read_idx(path: Path, dims: int) -> npt.NDArray[np.uint8]:
         return np.frombuffer(content, np.uint8, offset=4 + 4 * dims).reshape(shape)
 
 
+# The reader, and its options for each part: the last is for validation, the others for training.
+_READERS: dict[str, tuple[Any, *tuple[dict[str, Any], ...]]] = {
+    "fashion_mnist": (torchvision.datasets.FashionMNIST, {}),
+    "cifar10": (torchvision.datasets.CIFAR10, {"train": True}, {"train": False}),
+    "cifar100": (torchvision.datasets.CIFAR100, {"train": True}, {"train": False}),
+    # As in the transfer results that CvT's Table 4 compares with.
+    "flowers102": (
+        torchvision.datasets.Flowers102,
+        *({"split": part} for part in ("train", "val", "test")),
+    ),
+    "pets": (torchvision.datasets.OxfordIIITPet, {"split": "trainval"}, {"split": "test"}),
+}
+
+
 def _parts(config: DataConfig) -> list[Any]:
     """The parts of a dataset, opened by its torchvision reader."""
-    row = DATASETS[config.dataset]
-    title, content = row["title"], row["content"]
+    title, content = DATASETS[config.dataset].title, DATASETS[config.dataset].content
+    reader, *parts = _READERS[config.dataset]
     root = Path(config.root or "").expanduser()
     # The first of several processes downloads; the others wait and find the files.
     turn: Any = contextlib.nullcontext()
@@ -577,12 +589,7 @@ def _parts(config: DataConfig) -> list[Any]:
         turn = WeakFileLock(root / ".locality.lock")
     try:
         with turn:
-            return [
-                getattr(torchvision.datasets, row["reader"])(
-                    str(root), download=config.download, **part
-                )
-                for part in row["parts"]
-            ]
+            return [reader(str(root), download=config.download, **part) for part in parts]
     except URLError as error:
         raise UserError(
             f"{title} could not be downloaded ({error.reason}); put {content} into '{root}'"
@@ -595,7 +602,7 @@ def _parts(config: DataConfig) -> list[Any]:
 
 
 def open_torchvision(config: DataConfig) -> Opened:
-    """A dataset with a torchvision reader, see `datasets.yaml`.
+    """A dataset with a torchvision reader.
 
     The reader needs `classes` (SVHN's has none), and either `data`, (n, height, width, 3), with
     `targets`, or files as `_images` or `_image_files` with `_labels`.
@@ -626,23 +633,19 @@ def _source(parts: list[Any], name: str, config: DataConfig) -> ImageSource:
 
 
 def open_shuffled(config: DataConfig) -> tuple[list[str], ImageSource, ImageSource | None]:
-    """Classes and images of the row's dataset `of`; always in the same orders."""
-    row = DATASETS[config.dataset]
-    opener = pkgutil.resolve_name(f"locality.data.{DATASETS[row['of']]['opener']}")
-    classes, *sources = opener(replace(config, dataset=row["of"]))
-    train, val = (
-        source and ArraySource(_shuffled(source, row), source.labels, f"{config.dataset} {part}")
-        for part, source in zip(("train", "val"), sources, strict=True)
-    )
-    return classes, train, val
+    """Classes and images of another dataset, `DatasetInfo.of`; always in the same orders."""
+    info = DATASETS[config.dataset]
+    classes, train, val = OPENERS[info.of](replace(config, dataset=info.of))
+    shuffled = _shuffled(train, info, f"{config.dataset} train")
+    return classes, shuffled, val and _shuffled(val, info, f"{config.dataset} val")
 
 
-def _shuffled(source: ImageSource, row: dict[str, Any]) -> npt.NDArray[np.uint8]:
+def _shuffled(source: ImageSource, info: DatasetInfo, name: str) -> ImageSource:
     if source.pixels is None:  # small files of one size
         images = np.stack([np.asarray(source.read(index)) for index in range(len(source))])
     else:
         images = source.pixels.permute(0, 2, 3, 1).numpy()
-    return shuffle_patches(images, row["patch"], row["share"])
+    return ArraySource(shuffle_patches(images, info.patch, info.share), source.labels, name)
 
 
 def shuffle_patches(
@@ -669,3 +672,20 @@ def shuffle_patches(
     cells = np.take_along_axis(cells, orders[:, :, None, None, None], axis=1)
     cells = cells.reshape(n, rows, columns, patch, patch, 3).swapaxes(2, 3)
     return cells.reshape(images.shape)
+
+
+OPENERS: dict[str, Callable[[DataConfig], _Found]] = {
+    "digits": open_digits,
+    "folder": open_folder,
+    "table": open_table,
+    "arrow": open_arrow,
+    "fashion_mnist": open_fashion_mnist,
+    "cifar10_jpeg": open_folder,
+    **dict.fromkeys(("cifar10", "cifar100", "flowers102", "pets"), open_torchvision),
+    "imagenet": open_imagenet,
+    "imagenet100": open_imagenet100,
+    "tiny_imagenet": open_tiny_imagenet,
+    **{name: open_shuffled for name, info in DATASETS.items() if info.of},
+}
+"""The function that opens each dataset: its classes, training images, and validation images or None
+to hold some out."""

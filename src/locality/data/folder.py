@@ -312,13 +312,13 @@ def read_image(file: Path, decoding: Decoding = DEFAULT_DECODING) -> Image.Image
 def check_root(config: DataConfig) -> None:
     """Check, without torch, that a dataset's root is given and usable."""
     name = config.dataset
-    row, needs_root = DATASETS[name], DATASETS[name].get("needs_root", True)
+    info = DATASETS[name]
     if config.root is None:
-        if needs_root:
-            called = row.get("title", f"the dataset '{name}'")
+        if info.needs_root:
+            called = info.title or f"the dataset '{name}'"
             what = "a file or folder" if name == "table" else "a folder"
             raise UserError(f"{called} needs {what}; give it as data.root")
-    elif not needs_root and "reader" not in row:
+    elif not info.needs_root and not info.content:
         raise UserError(
             f"{name} has no folder; to read '{config.root}', give data.dataset too, such as folder"
         )

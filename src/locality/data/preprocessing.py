@@ -10,13 +10,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from PIL import Image
 from timm.data import create_transform
-from timm.data.auto_augment import NAME_TO_OP, posterize
+from timm.data.auto_augment import posterize
 from timm.data.random_erasing import RandomErasing
 from timm.data.transforms import MaybePILToTensor
 
@@ -95,10 +96,11 @@ def train_transform(augment: AugmentConfig, preprocessing: InputConfig) -> Image
         normalize=False,
         separate=True,
     )
+    steps = _with_black(secondary.transforms)
     if resized:
-        return ImageTransform(size, steps=[*primary.transforms, *secondary.transforms])
+        return ImageTransform(size, steps=[*primary.transforms, *steps])
     prepare = eval_transform(replace(preprocessing, crop_pct=1.0)).prepare
-    return ImageTransform(size, prepare, secondary.transforms, not secondary.transforms)
+    return ImageTransform(size, prepare, steps, not steps)
 
 
 def eval_transform(preprocessing: InputConfig) -> ImageTransform:
@@ -213,7 +215,13 @@ def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
     return posterize(image, bits) if bits >= 1 else Image.new(image.mode, image.size)
 
 
-NAME_TO_OP.update({name: _posterize for name in NAME_TO_OP if name.startswith("Posterize")})
+def _with_black(steps: Sequence[Any]) -> list[Any]:
+    """timm's steps, whose operations posterize as `_posterize`."""
+    for step in steps:
+        for op in (*getattr(step, "ops", ()), *chain.from_iterable(getattr(step, "policy", ()))):
+            if op.aug_fn is posterize:
+                op.aug_fn = _posterize
+    return [*steps]
 
 
 # -- the evaluation crop: timm's pixels at bounded cost --------------------------------------------

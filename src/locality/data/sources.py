@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -302,8 +302,11 @@ class FileSource(ImageSource):
         return os.path.join(self.root, self.path(index))
 
     def originals(self) -> npt.NDArray[np.int64]:
-        paths = tuple(self.describe(index) for index in range(len(self)))
-        return first_equal(_identities(paths, tuple(in_threads(_status, paths)), self.decoding))
+        return self._originals
+
+    @cached_property
+    def _originals(self) -> npt.NDArray[np.int64]:
+        return first_equal(_identities(self))
 
 
 class Examined(NamedTuple):
@@ -347,13 +350,10 @@ def _digest(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
 
 
-# Of the last dataset, which a command may open several times.
-@lru_cache(maxsize=1)
-def _identities(
-    paths: tuple[str, ...], status: tuple[tuple[int, int], ...], decoding: Decoding
-) -> npt.NDArray[np.uint64]:
+def _identities(source: FileSource) -> npt.NDArray[np.uint64]:
     """A key for every file, the same for equal pixels; of many or large files, for equal bytes."""
-    source = FileSource("", paths, np.zeros(len(paths)), decoding)
+    paths = [source.describe(index) for index in range(len(source))]
+    status = list(in_threads(_status, paths))
     sizes = Counter(size for size, _ in status)
 
     def key(index: int) -> int:

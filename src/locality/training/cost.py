@@ -26,7 +26,7 @@ from locality.training.optim import Plan, create_optimizer, make_plan
 STEP_FORWARDS = 3
 """A training step costs one forward pass, and two for the gradients."""
 
-# Training images, validation images and classes, as in `datasets.yaml`.
+# Training images, validation images and classes, as in `DATASETS`.
 _IMAGENET_22K = (14_197_122, 70_986, 21_841)
 # Multiply-accumulates of a timed step; a larger step is timed on a part of its batch.
 _TIMING_MACS = 2e10
@@ -131,10 +131,10 @@ def image_counts(config: RunConfig) -> tuple[int, int, int]:
         UserError: if the dataset has no known size and cannot be opened.
     """
     data = config.data
-    known = DATASETS[data.dataset].get("images")
+    known = DATASETS[data.dataset].images
     known = _IMAGENET_22K if config.recipe == "cvt_22k" else known
     if known is not None:
-        images, evaluated, classes = known
+        images, classes, evaluated = known[0], known[2], float(known[1])
         share = data.part[1] - data.part[0]
         if data.val_part is not None:
             evaluated = images * (data.val_part[1] - data.val_part[0])
@@ -174,8 +174,8 @@ def dry_run(job: Job) -> str:
         UserError: if `train` would refuse the run; nothing is written.
     """
     config = job.config
-    row = DATASETS[config.data.dataset]
-    if config.data.root is None and row.get("needs_root", True) and "images" in row:
+    info = DATASETS[config.data.dataset]
+    if config.data.root is None and info.needs_root and info.images:
         plan, _, time_here = estimate_cost(config, config.engine.threads)
         return (
             f"length  {plan.steps:,} steps of {plan.batch_size:,} images\n"
