@@ -86,6 +86,11 @@ def one_line(error: BaseException) -> str:
     return f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
 
 
+def counted(count: int, noun: str) -> str:
+    """ "1 class", "2 classes", "3 images"."""
+    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
 def some(names: Iterable[str], most: int = 5, quote: str = "'") -> str:
     """The first `most` names, escaped, and the number of others."""
     names = list(names)

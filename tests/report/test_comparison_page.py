@@ -9,6 +9,8 @@ import pytest
 from locality.analysis.runs import group, read_runs
 from locality.analysis.statistics import estimate
 from locality.errors import UserError
+from locality.figures import charts
+from locality.report import comparison_page
 from locality.report.comparison_page import build_comparison, conclusion, rows_of
 
 IMAGES = 200
@@ -73,6 +75,14 @@ def test_the_sentence_claims_no_more_than_the_numbers(compared):
     assert "from DeiT is not significant" in sentence(seeds=1, convit_nano=190, deit_nano=100)
 
 
+def test_a_number_has_one_interval_on_the_page(compared):
+    _, groups = compared(convit_nano=180, deit_nano=150)
+    figure = charts.chart(charts.draw_accuracy, groups, comparison_page._accuracy)
+    drawn = [bars.lines[2][0].get_segments()[0][:, 0] for bars in figure.axes[0].containers]
+    for (low, high), row in zip(drawn, rows_of(groups), strict=True):
+        assert high - low == pytest.approx(2 * row.accuracy.half_width)
+
+
 def test_folds_share_images_and_their_intervals_are_wider(compared):
     rows = rows_of(compared(fold=3, cvt_nano=180, convit_micro=150)[1])
     values = list(rows[0].group.top1(1).values())
@@ -87,5 +97,8 @@ def test_the_page_shows_the_runs(compared, tmp_path):
     text = " ".join(re.sub(r"<[^>]+>", " ", path.read_text()).split())
     assert said in text and f"{found[0].over_runs(1).mean:.1f} ±" in text
     assert f"{runs}/convit_nano-1.0-1" in text
+    assert "Holm's correction for 2 differences" in text
+    both = build_comparison([*runs.glob("[cd][oe]*_nano-1.0-*")], tmp_path / "two.html")[0]
+    assert "Holm's correction for 1 " not in both.read_text()
     with pytest.raises(UserError, match="two models"):
         build_comparison([runs / "convit_nano-1.0-0"], tmp_path / "none.html")

@@ -44,7 +44,7 @@ from locality.checkpoints.registry import FORMAT, HUB_FILES, WEIGHTS
 from locality.checkpoints.run_state import load_best_state
 from locality.data.config import Preprocessing
 from locality.data.sources import class_difference, joinable, numbered
-from locality.errors import UserError, one_line, prefix_errors, some, wrap_errors
+from locality.errors import UserError, counted, one_line, prefix_errors, some, wrap_errors
 from locality.files import atomic_file, parse_json, read_json, write_atomic
 from locality.models.base import ImageClassifier
 from locality.models.config import TimmConfig, signature_diff
@@ -314,7 +314,7 @@ def _classifier(
     count, names = source.config.num_classes, joinable(source.classes)
     prefixes = tuple(f"{name}." for name in target.classifiers)
     own = [name for name in state if name.startswith(prefixes)]
-    why = f"the weights have {count} classes, the model {target.num_classes}"
+    why = f"the weights have {counted(count, 'class')}, the model {target.num_classes}"
     if count == target.num_classes:
         if classes is None or tuple(classes) == names:
             return []
@@ -338,7 +338,7 @@ def _classifier(
         del state[name]
     state |= {name: tensor for name, tensor in fresh.items() if name.startswith(prefixes)}
     if target.num_classes == 0:
-        return [f"the classifier of {count} classes is not loaded"]
+        return [f"the classifier of {counted(count, 'class')} is not loaded"]
     return [f"the classifier is new and untrained: {why}"]
 
 

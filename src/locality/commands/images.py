@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -79,7 +80,9 @@ def predict(arguments: Sequence[str]) -> int:
     if options.model is None:
         options.model, *options.images = options.images
         if not options.images:
-            raise UserError(f"give --model, or the model first: predict RUN {options.model}")
+            raise UserError(
+                f"give --model, or the model first: predict RUN {shlex.quote(options.model)}"
+            )
     if options.output is not None:
         parser.refuse("top json", "has no effect with --output")
     output = None if options.output == "-" else options.output
@@ -209,6 +212,8 @@ def evaluate(arguments: Sequence[str]) -> None:
         RunFolder(model.what).check_images(chosen)
     check_root(chosen)
 
+    if model.kind == "run" and not RunFolder(model.what).is_finished:
+        say(f"{model.what} has not finished; its last checkpoint is evaluated")
     opened = model.opened
     if overrides.keys() - {"data.root", "data.dataset"}:
         splits = None  # overridden

@@ -298,7 +298,8 @@ def resumed(run: Path, given: Mapping[str, Any]) -> Job:
         raise UserError(
             f"{run} was planned for {planned.length:g} {planned.unit}, and a resumed run keeps "
             f"its schedule (changed: {', '.join(changed)}); start a new one from its weights: "
-            f"locality train --config {run / 'config.yaml'} --weights {run} --output ANOTHER"
+            f"locality train --config {shlex.quote(str(run / 'config.yaml'))} "
+            f"--weights {shlex.quote(str(run))} --output ANOTHER"
         )
     return _checked(replace(begun, given), run)
 

@@ -47,7 +47,7 @@ from locality.data.sources import (
     imbalance,
 )
 from locality.data.tables import open_arrow, open_table
-from locality.errors import UserError, printable, some, wrap_errors
+from locality.errors import UserError, counted, printable, some, wrap_errors
 from locality.files import read_text
 
 _PART_SEED = 0  # of `DataConfig.part`: the same in all runs
@@ -253,7 +253,7 @@ class CheckReport:
     def lines(self, most: int = 10) -> list[str]:
         """The report in words, with at most `most` examples of each fault."""
         counts = ", ".join(f"{number:,} in {part}" for part, number in self.images.items())
-        text = [f"{self.folder}: {self.classes} classes, images: {counts}"]
+        text = [f"{self.folder}: {counted(self.classes, 'class')}, images: {counts}"]
         for side, values in self.sizes.items():
             spread = " · ".join(map(str, values))
             text.append(f"{side} (least · 5% · median · 95% · greatest): {spread} pixels")

@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 from locality.analysis.measures import nonlocality_unit
 from locality.analysis.runs import RecordedRun, RunGroup, baselines_at
 from locality.analysis.runs import percent as percent
-from locality.analysis.statistics import estimate, mean_curve
+from locality.analysis.statistics import Estimate, estimate, mean_curve
 from locality.figures.style import (
     CONVIT,
     FAINT,
@@ -41,10 +41,14 @@ def chart(draw: Callable[..., bool | None], *content: Any) -> Figure | None:
     return None if drawn is False else figure
 
 
-def draw_accuracy(axes: Axes, groups: Sequence[RunGroup]) -> None:
+def draw_accuracy(
+    axes: Axes,
+    groups: Sequence[RunGroup],
+    accuracy: Callable[[RunGroup, float], Estimate] = RunGroup.over_runs,
+) -> None:
     """Final accuracy (mean, interval, seeds) by fraction of the training images.
 
-    By model if all runs have the same fraction.
+    By model if all runs have the same fraction. `accuracy` gives means and intervals.
     """
     fractions = sorted({fraction for one in groups for fraction in one.fractions})
     looks = _group_styles(groups)
@@ -52,7 +56,8 @@ def draw_accuracy(axes: Axes, groups: Sequence[RunGroup]) -> None:
     if len(fractions) == 1:
         axes.figure.set_size_inches(PANEL[0], max(PANEL[1], 0.9 + 0.4 * len(groups)))  # type: ignore[union-attr]
         for number, (one, look) in enumerate(zip(groups, looks, strict=True)):
-            _draw_seeds(axes, one, fractions[0], number, 0.2, look, across=True)
+            mean = accuracy(one, fractions[0])
+            _draw_seeds(axes, one, fractions[0], mean, number, 0.2, look, across=True)
         axes.set_yticks(range(len(groups)), [fill(one.label, 30) for one in groups], fontsize=8)
         axes.set_ylim(len(groups) - 0.5, -0.5)
         axes.margins(x=0.1)
@@ -65,7 +70,8 @@ def draw_accuracy(axes: Axes, groups: Sequence[RunGroup]) -> None:
         for fraction in one.fractions:
             label = one.label if fraction == one.fractions[0] else None
             position = fractions.index(fraction) + shift
-            _draw_seeds(axes, one, fraction, position, step * 0.22, look, label)
+            mean = accuracy(one, fraction)
+            _draw_seeds(axes, one, fraction, mean, position, step * 0.22, look, label)
     axes.set_xticks(range(len(fractions)), [percent(fraction) for fraction in fractions])
     axes.set_xlim(-0.6, len(fractions) - 0.4)
     axes.set_ylim(*_clip_limits(axes.get_ylim()))
@@ -94,6 +100,7 @@ def _draw_seeds(
     axes: Axes,
     one: RunGroup,
     fraction: float,
+    accuracy: Estimate,
     position: float,
     aside: float,
     look: Mapping[str, Any],
@@ -107,7 +114,6 @@ def _draw_seeds(
 
     look = {**look, "linestyle": "none"}
     values = list(one.top1(fraction).values())
-    accuracy = one.over_runs(fraction)
     for value in values if len(values) > 1 else []:
         axes.plot(*point(position + aside, value), **look, markersize=3, alpha=0.45)
     low, high = max(0.0, accuracy.low or 0.0), min(100.0, accuracy.high or 0.0)

@@ -51,14 +51,19 @@ def rows_of(groups: Sequence[RunGroup]) -> list[Row]:
         gaps = [best[1][repeat] - right[repeat] for repeat in both]
         behind.append(estimate(gaps, best[0].shared) if gaps else None)
     significant = holm([1.0 if gap is None else gap.p_value() for gap in behind])
-    accuracies = [estimate([*right.values()], one.shared) for one, right in (best, *others)]
+    accuracies = [_accuracy(one, 1.0) for one in ranked]
     compared = zip(ranked, accuracies, [None, *behind], [False, *significant], strict=True)
     return [Row(*values) for values in compared]
 
 
-def _right(one: RunGroup) -> dict[tuple[int, ...], npt.NDArray[np.floating]]:
-    """Per run on all images: 100 for each image predicted correctly, else 0; folds' means."""
-    right = {run.repeat: 100.0 * run.predictions().right for run in one.at(1.0)}
+def _accuracy(one: RunGroup, fraction: float) -> Estimate:
+    """Top-1 in per cent over runs and their images."""
+    return estimate([*_right(one, fraction).values()], one.shared)
+
+
+def _right(one: RunGroup, fraction: float = 1.0) -> dict[tuple[int, ...], npt.NDArray[np.floating]]:
+    """Per run: 100 for each image predicted correctly, else 0; folds' means."""
+    right = {run.repeat: 100.0 * run.predictions().right for run in one.at(fraction)}
     if one.shared:  # folds differ in their images
         return {repeat: values.mean(keepdims=True) for repeat, values in right.items()}
     return right
@@ -117,6 +122,6 @@ def build_comparison(folders: Sequence[Path], output: Path | str) -> tuple[Path,
         several=any(len(one.fractions) > 1 for one in groups),
         command=shlex.join(["locality", "predict", str(chosen.path)]),
         folder=os.path.commonpath(folders),
-        accuracy=charts.chart(charts.draw_accuracy, groups),
+        accuracy=charts.chart(charts.draw_accuracy, groups, _accuracy),
     )
     return write_page(output, html), " ".join(filter(None, [said, *remarks]))

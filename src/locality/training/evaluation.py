@@ -22,7 +22,7 @@ from locality.data.config import DataConfig, check_rgb
 from locality.data.datasets import renumber
 from locality.data.loader import translate_killed_worker
 from locality.data.sources import class_difference, joinable, numbered
-from locality.errors import UserError, some
+from locality.errors import UserError, counted, some
 from locality.layers.block import switched
 from locality.models import count_macs
 from locality.predictions import Predictions
@@ -170,7 +170,7 @@ def open_for(
         who = f"{opened.name} has" if names is None else "the data have"
         if len(splits.classes) != count:
             raise UserError(
-                f"{opened.name} has {count} classes and dataset '{data.dataset}' has "
+                f"{opened.name} has {counted(count, 'class')} and dataset '{data.dataset}' has "
                 f"{len(splits.classes)}; {who} no class names, so give images of as many classes"
             )
         _log.warning(

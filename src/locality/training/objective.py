@@ -16,7 +16,7 @@ from locality.checkpoints import open_model
 from locality.checkpoints.registry import detect_kind
 from locality.data.config import AugmentConfig, InputConfig, Preprocessing, check_rgb
 from locality.data.sources import class_difference, joinable, numbered
-from locality.errors import UserError, prefix_errors, wrap_errors
+from locality.errors import UserError, counted, prefix_errors, wrap_errors
 from locality.training.config import ObjectiveConfig
 from locality.training.devices import accumulation_dtype
 
@@ -212,7 +212,7 @@ def load_teacher(
         return Teacher(model, own, student, list(map(names.index, classes))), []
     if opened.num_classes != len(classes):
         raise UserError(
-            f"teacher '{teacher}' has {opened.num_classes} classes, but the data has "
+            f"teacher '{teacher}' has {counted(opened.num_classes, 'class')}, but the data has "
             f"{len(classes)}; distillation needs a teacher for the same classes"
         )
     note = f"the teacher has no class names: outputs are matched by order, {numbered(classes)}"
