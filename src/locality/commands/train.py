@@ -63,7 +63,7 @@ def train(arguments: Sequence[str], command: str = "train") -> None:
     recipe (default: digits) sets all values; override them by name or with --config FILE.yaml.
     """
     started = time.perf_counter()
-    job, options = read_run(arguments, command)
+    job, options = read_run(arguments, command, check=True)
     if options.print_config:
         print(to_yaml(job.config), end="")
     elif options.dry_run:
@@ -144,10 +144,13 @@ def finetune(arguments: Sequence[str]) -> None:
     train(arguments, "finetune")
 
 
-def read_run(arguments: Sequence[str], command: str = "train") -> tuple[Job, Any]:
+def read_run(
+    arguments: Sequence[str], command: str = "train", check: bool = False
+) -> tuple[Job, Any]:
     """The run and the other options given by `arguments`.
 
-    The recipe sets all values; `--config` files and then dotted names override them.
+    The recipe sets all values; `--config` files and then dotted names override them. `check` checks
+    weights, images and folder of a run that is to start.
     """
     word = first_word(arguments)
     shown = "digits" if word is None else word if word in RECIPES else "photos"
@@ -164,6 +167,7 @@ def read_run(arguments: Sequence[str], command: str = "train") -> tuple[Job, Any
     parser.add("--quiet", False, "print nothing during training")
     add_run_settings(parser, base, arguments)
     options = parser.read(arguments)
+    check = check and not (options.print_config or options.dry_run)
     if options.dry_run:
         parser.refuse("quiet", "has no effect with --dry_run")
 
@@ -172,7 +176,7 @@ def read_run(arguments: Sequence[str], command: str = "train") -> tuple[Job, Any
         folder = Path(options.resume)
         if not folder.exists():
             raise missing(folder)
-        return resumed(folder, parser.settings), options
+        return resumed(folder, parser.settings, check), options
     asked, given = what_to_train(options.what, command == "finetune")
     for file in options.config:
         values = read_yaml(file) or {}
@@ -182,7 +186,8 @@ def read_run(arguments: Sequence[str], command: str = "train") -> tuple[Job, Any
     name = asked if asked else labelled if labelled in RECIPES else "digits"
     if asked and "recipe" in given and labelled != name:
         raise UserError(f"two recipes given: '{name}', and '{labelled}' in {options.config[-1]}")
-    return prepare(name, given | parser.settings, options.output, options.quiet), options
+    given |= parser.settings
+    return prepare(name, given, options.output, options.quiet, check), options
 
 
 def add_run_settings(
@@ -221,7 +226,11 @@ def what_to_train(word: str | None, finetune: bool) -> tuple[str | None, dict[st
 
 
 def prepare(
-    name: str, given: Mapping[str, Any], output: Path | str | None = None, quiet: bool = False
+    name: str,
+    given: Mapping[str, Any],
+    output: Path | str | None = None,
+    quiet: bool = False,
+    check: bool = False,
 ) -> Job:
     """The run of a recipe; other settings are chosen for custom images, which are opened.
 
@@ -232,10 +241,11 @@ def prepare(
         given: settings by dotted name.
         output: the run folder; one in runs/ by default.
         quiet: print no news.
+        check: check weights, images and folder at once.
     """
     if name not in CUSTOM_DATA_RECIPES or given.get("data.root") is None:
         config = recipe(name, given)
-        return _checked(config, Path(output or default_folder(config)))
+        return _job(config, Path(output or default_folder(config)), check)
     given, command = converted(given), name
     if given.get("weights") == SCRATCH:
         given["weights"], name = None, "photos"
@@ -249,7 +259,7 @@ def prepare(
         output = Path("runs", command, f"{images}-s{given.get('seed', 0)}")
     folder = Path(output)
     if is_run_folder(folder):
-        return resumed(folder, given)
+        return resumed(folder, given, check)
     model = {key[6:]: value for key, value in given.items() if key.startswith("model.")}
     if name == "photos" and "weights" not in given and model.keys() <= {"name", "img_size"}:
         given["weights"] = packaged(given.get("model.name"))
@@ -281,7 +291,7 @@ def prepare(
     return job
 
 
-def resumed(run: Path, given: Mapping[str, Any]) -> Job:
+def resumed(run: Path, given: Mapping[str, Any], check: bool = False) -> Job:
     """A resumed run with changed settings; model and schedule cannot change.
 
     Raises:
@@ -301,13 +311,14 @@ def resumed(run: Path, given: Mapping[str, Any]) -> Job:
             f"locality train --config {shlex.quote(str(run / 'config.yaml'))} "
             f"--weights {shlex.quote(str(run))} --output ANOTHER"
         )
-    return _checked(replace(begun, given), run)
+    return _job(replace(begun, given), run, check)
 
 
-def _checked(config: RunConfig, folder: Path) -> Job:
-    """The job of a run whose weights, images and folder are checked before torch is imported."""
-    check_places(config, folder)
-    check_root(config.data)
+def _job(config: RunConfig, folder: Path, check: bool) -> Job:
+    """The job of a run, whose weights, images and folder are checked before torch is imported."""
+    if check:
+        check_places(config, folder)
+        check_root(config.data)
     from locality.training.job import Job
 
     return Job(config, folder)
