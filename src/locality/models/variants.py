@@ -78,6 +78,7 @@ _PHOTO = "sized for photographs of 28 to 64 pixels, three minutes on a core"
 _NANO = {"img_size": 8, "patch_size": 2, "depth": 4, "num_classes": 10}
 _MICRO = {"img_size": 32, "patch_size": 4, "depth": 8, "num_classes": 100}
 _MINI = {"img_size": 64, "patch_size": 8, "depth": 10, "num_classes": 200}
+_TINY_IN200 = {"img_size": 64, "patch_size": 8, "depth": 5, "num_classes": 200}
 
 # CvT §4.2 describes the result of its architecture search without publishing it: stride 2 and ratio
 # 2 at both ends, stride 1 and ratio 4 in most of the middle, 18 M parameters, 4.1 GMACs. This is
@@ -100,6 +101,7 @@ _ROWS = [
     _vit("convit_nano",          4,   64, _SMALL, "deit_nano", gpsa_layers=3, **_NANO),
     _vit("convit_micro",         9,  144, _SMALL, "deit_micro", gpsa_layers=6, **_MICRO),
     _vit("convit_mini",          9,  216, _SMALL, "deit_mini", gpsa_layers=8, **_MINI),
+    _vit("convit_photo",         4,   64, _PHOTO, "deit_photo", gpsa_layers=4, **_TINY_IN200),
     _vit("deit_tiny",            3,  192, _TABLE_1, "convit_tiny"),
     _vit("deit_tiny_plus",       4,  256, _TABLE_1, "convit_tiny_plus"),
     _vit("deit_small",           6,  384, _TABLE_1, "convit_small"),
@@ -112,6 +114,7 @@ _ROWS = [
     _vit("deit_nano",            4,   64, _SMALL, "convit_nano", **_NANO),
     _vit("deit_micro",           9,  144, _SMALL, "convit_micro", **_MICRO),
     _vit("deit_mini",            9,  216, _SMALL, "convit_mini", **_MINI),
+    _vit("deit_photo",           4,   64, _PHOTO, "convit_photo", **_TINY_IN200),
     #    name        widths          heads      depths      source
     _cvt("cvt_13",  (64, 192, 384),   (1, 3, 6),   (1, 2, 10), _CVT_TABLE_2, drop_path_rate=0.1),
     _cvt("cvt_21",  (64, 192, 384),   (1, 3, 6),   (1, 4, 16), _CVT_TABLE_2, drop_path_rate=0.1),
