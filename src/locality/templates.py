@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from locality import __version__
+from locality.errors import printable
 from locality.files import write_atomic
 
 
@@ -35,10 +36,17 @@ def _environment(package: str, escaped: bool) -> Any:
     return jinja2.Environment(
         loader=jinja2.PackageLoader(package),
         autoescape=escaped,
+        finalize=_visible if escaped else None,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+
+def _visible(value: Any) -> Any:
+    """Text without control characters, which names may contain; not markup."""
+    is_text = isinstance(value, str) and not hasattr(value, "__html__")
+    return printable(value, keep="\n") if is_text else value
 
 
 def write_page(path: Path | str, text: str) -> Path:

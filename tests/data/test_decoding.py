@@ -2,6 +2,7 @@
 
 import errno
 import io
+import re
 import struct
 import warnings
 import zlib
@@ -256,6 +257,16 @@ def test_missing_rows_are_not_filled(kind, options, mode):
         with pytest.raises(BadImage, match="is damaged"):
             decode(whole[: len(whole) // 2] + b"\xff\xd9")
         decode(whole + b"a trailer \xff\xd9")
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_missing_scans_are_not_left_out(mode):
+    whole = encoded(NOISE.convert(mode), "JPEG", progressive=True)
+    decode(whole)
+    for place in [found.start() for found in re.finditer(rb"\xff\xda", whole)][1:]:
+        for least in (None, 8):
+            with pytest.raises(BadImage, match="its last scans are missing"):
+                decode(whole[:place] + b"\xff\xd9", Decoding(least=least))
 
 
 @pytest.mark.parametrize("size", [(1, 1), (2, 5), (9, 4), (17, 8)])

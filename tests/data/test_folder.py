@@ -71,7 +71,7 @@ def test_names_that_speak_of_no_part():
         ({"cat/images/Training": 2, "cat/images/test": 2, "dog": 2}, "inside of classes"),
         ({"train/a/val": 2, "train/b/val": 2, "val/a": 1, "val/b": 1}, "inside of classes"),
         ({"photos/cat": 2, "photos/dog": 2}, "give '.*/photos', or --data.label parent"),
-        ({"photos/train/cat": 2, "photos/val/cat": 2}, "inside of classes"),
+        ({"photos/train/cat": 2, "photos/val/cat": 2}, "inside of classes.*give '.*/photos'"),
     ],
     ids=lambda each: str(each)[:40],
 )

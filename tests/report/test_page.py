@@ -39,10 +39,11 @@ def test_accuracies_and_the_paired_difference_are_the_runs(page, twin_runs):
 
 
 def test_a_report_of_one_run_says_what_it_reached(make_run, tmp_path):
-    hostile = {"recipe": "<script>alert(1)</script>"}
+    hostile = {"recipe": "<script>alert(1)</script>\x1b[2J"}
     runs = [make_run("convit_nano", top1=91.25, measured=False, settings=hostile)]
     page = build_report(runs, tmp_path / "r.html").read_text()
     assert "<script>alert" not in page
+    assert r"\x1b[2J" in page and "\x1b" not in page
     assert "91.2" in text_of(page) and "Top-5" in text_of(page)
     # With four classes, top-5 is not shown.
     (runs[0] / "classes.json").write_text(json.dumps(["a", "b", "c", "d"]))

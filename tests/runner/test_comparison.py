@@ -11,7 +11,7 @@ import pytest
 
 from locality.analysis.runs import read_runs
 from locality.errors import UserError
-from locality.runner.comparison import comparison_runs, shortened
+from locality.runner.comparison import comparison_runs, expected_seconds, shortened
 from locality.runner.runs import run_all
 from locality.runs import RunFolder
 from locality.settings import differences
@@ -56,6 +56,11 @@ def test_minutes_are_shared_alike(asked, jobs):
     for spent, left in ((24, 216), (200, 120)):
         (each,) = {60 * minutes - run.spent for run in shortened(runs, spent, jobs)}
         assert each * rounds == pytest.approx(left)
+    # Starting takes from the runs, not more than half, and all read their images.
+    for starting, reading, seconds in ((8, 0, 240), (60, 0, 300), (0, 4 * each, None)):
+        expected = seconds or reading * (1 + 8 / jobs)
+        if jobs < 3:  # else a round has fewer runs
+            assert expected_seconds(runs, jobs, starting, reading) == pytest.approx(expected)
 
 
 @pytest.mark.slow

@@ -103,15 +103,17 @@ def compare(arguments: Sequence[str]) -> int:
     with doing("starting", options.quiet):
         from locality.analysis.baselines import expected_baselines, record_baselines
         from locality.report.comparison_page import build_comparison
-        from locality.runner.comparison import comparison_runs, shortened
+        from locality.runner.comparison import comparison_runs, expected_seconds, shortened
         from locality.runner.runs import run_all, workload
 
     starting = time.perf_counter() - started
     chosen = {name: given[name] for name in _CHOSEN if name in given}
     with doing(f"reading {options.images}", options.quiet):
-        runs, cropped = comparison_runs(data, folder, names, jobs=options.jobs, **chosen)
+        runs, cropped, reading = comparison_runs(data, folder, names, jobs=options.jobs, **chosen)
     if options.dry_run or not options.quiet:
-        print(workload(runs, options.jobs, options.threads) + cropped)
+        clock = runs[0].config.schedule.minutes is not None
+        seconds = expected_seconds(runs, options.jobs, starting, reading) if clock else None
+        print(workload(runs, options.jobs, options.threads, expected=seconds) + cropped)
         if (seconds := 60 * (runs[0].config.schedule.minutes or math.inf)) < _SHORT_SECONDS:
             print(
                 f"runs of {seconds:.0f} s are too short to rank models: give fewer --models or "

@@ -202,6 +202,12 @@ MAX_COMPARED = 2_000
 _NEAR, _MOST_PAIRS = 3, 50_000_000
 
 
+_NO_FAULTS = (
+    "no faults: all images can be decoded, no class is empty, no image is in both splits or two "
+    "classes"
+)
+
+
 @dataclass
 class CheckReport:
     """The report of `locality data check`.
@@ -280,7 +286,7 @@ class CheckReport:
             if len(items) > most:
                 text.append(f"  … and {len(items) - most:,} more")
         text += [self.near, imbalance(self.counts)]
-        text.append("nothing is wrong" if self.ok else "this folder needs attention")
+        text.append(_NO_FAULTS if self.ok else "this folder needs attention")
         return [printable(line) for line in text if line]
 
 

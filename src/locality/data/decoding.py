@@ -169,27 +169,50 @@ def _png_bytes(data: bytes) -> int:
 _MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
 
 
+def _segments(data: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """The marker, offset and content of each segment of a JPEG, to its end."""
+    place, found = 2, 0
+    while found != 0xD9 and (marker := _MARKER.search(data, place)):
+        found, start = marker[0][1], marker.end()
+        place = start + int.from_bytes(data[start : start + 2])
+        yield found, marker.start(), data[start + 2 : place]
+
+
 def _check_jpeg(data: bytes, image: Image.Image, decoding: Decoding) -> None:
-    """Refuse a JPEG that ends before its last row: libjpeg repeats one colour.
+    """Refuse a JPEG without its last scans, or that ends before its last row: libjpeg repeats one
+    colour.
 
     A file whose last pixels are of one colour is decoded again with more bytes before its end,
     which change nothing if the pixels are complete.
     """
+    progressive = bool(image.info.get("progressive"))
+    if progressive and not _has_all_scans(data, len(image.getbands())):
+        raise BadImage("the image is damaged (its last scans are missing)")
     width, height = image.size
     last = image.crop((width - max(2, width // 50), height - 1, width, height))
     if len(last.getcolors() or "many") > 1:
         return
-    place = 2
-    while (marker := _MARKER.search(data, place)) and marker[0] != b"\xff\xd9":
-        place = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2])
-    end = marker.start() if marker else len(data)
+    *_, (marker, offset, _) = _segments(data)
+    end = offset if marker == 0xD9 else len(data)
     longer = data[:end] + bytes(range(64, 192)) + b"\xff\xd9"
     # The last scans of a progressive image are details, which a small scale does not show.
-    least = None if image.info.get("progressive") else decoding.least
+    least = None if progressive else decoding.least
     with contextlib.suppress(OSError):
         if _jpeg_pixels(data, least) == _jpeg_pixels(longer, least):
             return
     raise _rows_missing()
+
+
+def _has_all_scans(data: bytes, components: int) -> bool:
+    """Whether the scans of a progressive JPEG give the last bit of every coefficient (its standard,
+    section G.1). It may legally end earlier, but no usual encoder does that."""
+    missing: dict[tuple[int, int], int] = {}
+    for marker, _, scan in _segments(data):
+        if marker == 0xDA and len(scan) > 5:
+            *_, first, last, bits = scan
+            for number in scan[1:-3:2]:
+                missing |= {(number, place): bits & 15 for place in range(first, last + 1)}
+    return len(missing) >= 64 * components and not any(missing.values())
 
 
 def _jpeg_pixels(data: bytes, least: int | None) -> bytes:

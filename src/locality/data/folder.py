@@ -120,10 +120,10 @@ def check_levels(listing: Listing, label: str) -> None:
     shown = some(map("/".join, below))
     parts = {(place[0], part) for place in below for part in map(part_of, place[1:]) if part}
     if parts and (len({part for _, part in parts}) > 1 or tops == {top for top, _ in parts}):
-        raise UserError(
-            f"'{root}' has splits inside of classes, {shown}; make them the folders above, such as "
-            f"train/{below[0][0]}"
-        )
+        top, *deeper = below[0]
+        above = f"make them the folders above, such as train/{top}"
+        above = f"give '{root / top}'" if len(tops) == 1 and len(deeper) > 1 else above
+        raise UserError(f"'{root}' has splits inside of classes, {shown}; {above}")
     if label != "top" or not below:
         return
     if len(tops) == 1:

@@ -28,7 +28,7 @@ from locality.analysis.runs import (
 )
 from locality.analysis.statistics import Estimate, proportion_interval
 from locality.data.folder import read_image, short_name
-from locality.errors import UserError
+from locality.errors import UserError, printable
 from locality.figures import charts, curves, style
 from locality.figures.style import inline_svg
 from locality.predictions import Predictions
@@ -171,7 +171,7 @@ def join_names(names: Sequence[str], word: str = "and") -> str:
 
 def breakable(name: str) -> Markup:
     """A name in any script, with optional line breaks after underscores and slashes."""
-    broken = re.sub(r"(?<=[_/])(?=\w)", "<wbr>", str(escape(name)))
+    broken = re.sub(r"(?<=[_/])(?=\w)", "<wbr>", str(escape(printable(name))))
     return Markup(f"<bdi>{broken}</bdi>")  # isolated: Arabic would reorder numbers beside it
 
 

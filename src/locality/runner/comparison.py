@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,9 @@ def comparison_runs(
     fractions: Sequence[float] = (1.0,),
     img_size: int | None = None,
     jobs: int = 2,
-) -> tuple[list[Run], str]:
-    """The runs of a comparison, and what a centre crop drops of the images, as text.
+) -> tuple[list[Run], str, float]:
+    """The runs of a comparison, what a centre crop drops of the images, as text, and the seconds
+    that each run needs to read its images.
 
     The same arguments give the same runs, which resume.
 
@@ -79,7 +81,9 @@ def comparison_runs(
     smallest = recipe(name, settings | {"data.fraction": min(fractions)})
     open_data(smallest.data, 0)  # no class is empty
     splits = open_data(recipe(name, settings).data, 0)
+    started = time.perf_counter()
     verify(splits.val)
+    reading = (time.perf_counter() - started) * (1 + len(splits.train) / len(splits.val))
     if folds:
         verify(splits.train)  # validation images of the other folds
     sizes = sampled_sizes(splits.train)
@@ -108,7 +112,7 @@ def comparison_runs(
                 own = folder / "runs" / model.replace("/", "-")
                 runs.append(Run(title, config, content_folder(own, config)))
     _check_images(runs)
-    return runs, said
+    return runs, said, reading
 
 
 def shortened(runs: Sequence[Run], seconds: float, jobs: int) -> list[Run]:
@@ -117,6 +121,21 @@ def shortened(runs: Sequence[Run], seconds: float, jobs: int) -> list[Run]:
     return [
         dataclasses.replace(run, spent=min(share, 30 * run.config.schedule.length)) for run in runs
     ]
+
+
+def expected_seconds(runs: Sequence[Run], jobs: int, starting: float, reading: float) -> float:
+    """Seconds of runs of minutes, with the time to start and to read the images for each.
+
+    Args:
+        runs: the runs.
+        jobs: number of parallel runs.
+        starting: seconds to start a process.
+        reading: seconds to read all images.
+    """
+    lengths = [60 * run.config.schedule.length for run in runs if not run.is_finished()]
+    before = 3 * starting + reading  # the runs' processes, the page and the baselines
+    share = before / max(1, math.ceil(len(lengths) / jobs))
+    return before + sum(max(n - min(share, n / 2), reading) for n in lengths) / jobs
 
 
 def _check_images(runs: Sequence[Run]) -> None:

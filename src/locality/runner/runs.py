@@ -161,7 +161,11 @@ def run_cost(run: Run, threads: int = 1) -> RunCost:
 
 
 def workload(
-    runs: Iterable[Run], jobs: int = 2, threads: int | None = None, each: bool = False
+    runs: Iterable[Run],
+    jobs: int = 2,
+    threads: int | None = None,
+    each: bool = False,
+    expected: float | None = None,
 ) -> str:
     """The cost of runs and their dependencies, as text.
 
@@ -170,6 +174,7 @@ def workload(
         jobs: number of parallel runs.
         threads: CPU threads per run; the machine's divided by `jobs` by default.
         each: add a table with name, state and cost of each run.
+        expected: seconds in all; by default those of the runs.
     """
     threads = threads or threads_per_run(jobs)
     costs = [(run.name, run_cost(run, threads)) for run in with_needs(runs)]
@@ -182,7 +187,7 @@ def workload(
     if problems := sum(cost.problem is not None for cost in waiting):
         lines.append(f"{problems} of them cannot start; see the table of runs")
     if waiting:
-        seconds = sum(cost.seconds for cost in waiting) / jobs
+        seconds = expected or sum(cost.seconds for cost in waiting) / jobs
         images, macs = (sum(getattr(cost, n) for cost in waiting) for n in ("images", "macs"))
         # Runs of minutes have no number of images before they end.
         counted = f"{images:.3g} images, {macs:.3g} multiply-accumulates, " if images else ""
