@@ -36,7 +36,7 @@ from locality.checkpoints.run_state import CheckpointFolder, DamagedCheckpoint, 
 from locality.errors import Interrupted
 from locality.files import write_atomic
 from locality.machine import describe_environment
-from locality.runs import RunFolder
+from locality.runs import Run
 from locality.settings import from_yaml, to_yaml
 from locality.training import RunConfig, recipe, replace, train
 from locality.training.job import Job
@@ -312,7 +312,7 @@ def disturb(
 
 def compare(run: Path, reference: Path) -> str:
     """The first difference between two finished runs, or ""."""
-    if RunFolder(run).read_result() is None:
+    if Run(run).read_result() is None:
         return "not finished"
     if (run / "metrics.csv").read_bytes() != (reference / "metrics.csv").read_bytes():
         return "metrics.csv differs"
@@ -356,7 +356,7 @@ def survey(
         model, workers, accumulate = cases[number % len(cases)]
         config = configuration(model, workers, accumulate)
         reference = folder / f"reference-{model}-{workers}-{accumulate}"
-        if not RunFolder(reference).read_result():
+        if not Run(reference).read_result():
             code, _ = run_once(config, reference, processes, None)
             if code:
                 raise RuntimeError(f"the undisturbed run ended with exit code {code}: {reference}")

@@ -29,7 +29,7 @@ from tune import OWN
 
 from locality.machine import commit
 from locality.models import count_parameters
-from locality.trained import TrainedRun
+from locality.runs import Run
 from locality.training import train
 from locality.training.devices import resolve_accelerator
 from locality.training.recipes import recipe
@@ -57,7 +57,7 @@ def run(model: str, steps: int, threads: int) -> dict[str, Any]:
     started = time.perf_counter()
     with TemporaryDirectory() as folder:
         result = train(config, folder, quiet=True)
-        parameters = count_parameters(TrainedRun(Path(folder)).model)
+        parameters = count_parameters(Run(folder).model)
     return {
         "model": model,
         "parameters": parameters,

@@ -19,7 +19,7 @@ from torch import nn
 
 from locality.cli import main
 from locality.data import datasets
-from locality.runner.runs import Outcome, Run, content_folder, execute
+from locality.runner.runs import Outcome, Request, content_folder, execute
 from locality.training import RunConfig, recipe, replace
 
 # Deterministic examples, so a failure belongs to the change under test.
@@ -63,9 +63,9 @@ class Here:
     """Execute runs one after the other and record them."""
 
     def __init__(self) -> None:
-        self.performed: list[Run] = []
+        self.performed: list[Request] = []
 
-    def map(self, runs: Sequence[Run]) -> Iterator[Outcome]:
+    def map(self, runs: Sequence[Request]) -> Iterator[Outcome]:
         for run in runs:
             self.performed.append(run)
             yield Outcome(run, execute(run))
@@ -76,9 +76,9 @@ def tiny_config(model: str = "convit_nano", seed: int = 0, **changes: object) ->
     return replace(recipe("digits", {"model.name": model}), settings | {"seed": seed})
 
 
-def tiny_run(root: Path, model: str = "convit_nano", seed: int = 0, **changes: object) -> Run:
+def tiny_run(root: Path, model: str = "convit_nano", seed: int = 0, **changes: object) -> Request:
     config = tiny_config(model, seed, **changes)
-    return Run(f"{model} {seed}", config, content_folder(root, config))
+    return Request(f"{model} {seed}", config, content_folder(root, config))
 
 
 @pytest.fixture(name="tiny_config", scope="session")

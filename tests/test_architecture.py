@@ -16,7 +16,7 @@ ORDER = [
     "__main__",
     "cli",
     "commands",
-    "trained",
+    "pages",
     "serve",
     "report",
     "runner",
@@ -50,7 +50,9 @@ def imports(node, inside=False):
     """A tree's imports, type-checking ones included: (module, whether inside a function)."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
-            yield from ((alias.name, inside) for alias in child.names)
+            # `locality` imports its public names when they are used.
+            names = {alias.name for alias in child.names} - {"locality"}
+            yield from ((name, inside) for name in names)
         elif isinstance(child, ast.ImportFrom):
             assert not child.level, "relative imports hide what they point to"
             for alias in child.names:

@@ -34,11 +34,11 @@ def check(notebook):
     assert sum("<iframe" in each for each in shown) == 2
     assert "data:image/png" in "".join(shown)
     from locality.analysis.baselines import read_baselines
-    from locality.trained import TrainedRun
+    from locality.runs import Run
 
-    runs = [value for value in names.values() if isinstance(value, TrainedRun)]
+    runs = [value for value in names.values() if isinstance(value, Run)]
     for trained in runs:
-        assert trained.result["top1"] > max(read_baselines(trained.folder).values()), trained
+        assert trained.result["top1"] > max(read_baselines(trained.path).values()), trained
     assert runs
 
 

@@ -1,4 +1,4 @@
-"""`locality.fit` and `locality train` give the same run; `TrainedRun` matches the commands."""
+"""`locality.fit` and `locality train` give the same run; a `Run` matches the commands."""
 
 import itertools
 import json
@@ -41,16 +41,16 @@ def test_it_is_the_run_of_the_command(images, run, tmp_path, cli):
     words = [f"--{name}={json.dumps(value)}" for name, value in SHORT.items()]
     cli("train", images, *words, "--model=convit_nano", "--output", tmp_path / "run", "--quiet")
     for file in ("config.yaml", "metrics.csv", "predictions.csv"):
-        assert (tmp_path / "run" / file).read_bytes() == (run.folder / file).read_bytes(), file
+        assert (tmp_path / "run" / file).read_bytes() == (run.path / file).read_bytes(), file
 
 
 def test_the_same_call_opens_what_has_finished(images, run):
-    before = run.folder.joinpath("result.json").stat().st_mtime_ns
-    again = locality.fit(images, "convit_nano", output=run.folder, quiet=True, **BY_KEYWORD)
-    assert again == run == locality.TrainedRun(str(run.folder))
-    assert run.folder.joinpath("result.json").stat().st_mtime_ns == before
+    before = run.path.joinpath("result.json").stat().st_mtime_ns
+    again = locality.fit(images, "convit_nano", output=run.path, quiet=True, **BY_KEYWORD)
+    assert again.path == run.path and locality.Run(str(run.path)).result == run.result
+    assert run.path.joinpath("result.json").stat().st_mtime_ns == before
     with pytest.raises(UserError, match="seed"):
-        locality.fit(images, "convit_nano", output=run.folder, seed=1, **BY_KEYWORD)
+        locality.fit(images, "convit_nano", output=run.path, seed=1, **BY_KEYWORD)
 
 
 def test_it_classifies_files_folders_lists_arrays_and_tensors(images, run):
@@ -80,8 +80,8 @@ def test_files_are_decoded_as_the_run_was(images, tmp_path, cli):
     found, turned = run.predict(tmp_path / "held.png"), picture.rotate(180)
     assert run.predict(Image.open(tmp_path / "held.png")).classes == found.classes
     assert found.classes == run.predict(turned).classes != run.predict(picture).classes
-    cli("convert", run.folder, tmp_path / "saved")
-    for model in (run.folder, tmp_path / "saved"):
+    cli("convert", run.path, tmp_path / "saved")
+    for model in (run.path, tmp_path / "saved"):
         said = cli("predict", tmp_path / "held.png", "--model", model, "--json").out
         assert json.loads(said.splitlines()[0])["classes"] == pytest.approx(found.classes)
 
@@ -91,7 +91,7 @@ def test_runs_predictions_and_pages_are_shown(images, run):
     shown = run.predict(next(images.rglob("*.png")))._repr_html_()
     assert "<meter" in shown and "&lt;b&gt;" in shown
     for page in (run.explore(count=2), run.report()):
-        assert page.path.parent == run.folder
+        assert page.path.parent == run.path
         shown = page._repr_html_()
         assert shown.count("<") == 2  # only the frame; the page's HTML is escaped
         assert len(shown) > len(page.path.read_text())
@@ -102,8 +102,10 @@ def test_mistakes(images, tmp_path):
         locality.fit(images, optim__lrr=1)
     with pytest.raises(UserError, match="minutes"):
         locality.fit(images, minutes=1, epochs=1)
-    with pytest.raises(UserError, match="run"):
-        locality.TrainedRun(tmp_path)
+    with pytest.raises(UserError, match="no finished run"):
+        _ = locality.Run(tmp_path).result
+    with pytest.raises(UserError, match="not a run folder"):
+        locality.Run(tmp_path).predict("x.png")
 
 
 def test_a_wrong_setting_is_said_before_torch_is_imported():

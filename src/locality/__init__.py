@@ -4,7 +4,7 @@
     >>> model = locality.create_model("convit_tiny", num_classes=10)
 
 `create_model` builds the models of `list_models`; `save` and `load` store them; `train` trains, and
-`fit` trains on a folder of images, and `open` gives images → probabilities.
+`fit` trains on a folder of images; both end in a `Run`. `open` gives images → probabilities.
 """
 
 from __future__ import annotations
@@ -16,14 +16,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from locality.checkpoints import Classifier as Classifier
     from locality.checkpoints import create_model as create_model
     from locality.checkpoints import load as load
     from locality.checkpoints import open_model as open  # noqa: F401 (a public name)
     from locality.checkpoints import save as save
     from locality.commands.train import fit as fit
     from locality.models import list_models as list_models
-    from locality.trained import TrainedRun as TrainedRun
+    from locality.pages import Page as Page
+    from locality.pages import explore_run as explore_run
+    from locality.pages import report_run as report_run
+    from locality.pages import show_run as show_run
+    from locality.runs import Run as Run
     from locality.training import RunConfig as RunConfig
+    from locality.training import evaluate_run as evaluate_run
     from locality.training import recipe as recipe
     from locality.training import train as train
 

@@ -22,18 +22,22 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
 import socket
 import time
 import warnings
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import psutil
 
+import locality
 from locality import checks
 from locality.data.config import DataConfig
+from locality.data.folder import place_name
 from locality.errors import RunFailed, UserError, wrap_errors
 from locality.files import (
     missing,
@@ -46,7 +50,11 @@ from locality.files import (
     write_atomic,
 )
 from locality.machine import describe_environment
+from locality.models.variants import family_of
 from locality.predictions import Predictions
+
+if TYPE_CHECKING:
+    from locality.models import ImageClassifier
 
 # Loading processes of a killed run exit, and release the lock, within 5 s.
 STALE_LOCK_SECONDS = 20.0
@@ -59,6 +67,15 @@ _ALSO = {"model?": str, "dataset?": str} | dict.fromkeys(
     ),
     float,
 )
+_CONFIG = {
+    "model": {"name": str},
+    "data": {"dataset": str, "fraction": float, "root?": str, "fold?": [int]},
+    "engine?": {"batch_size?": int},
+    "seed": int,
+}
+_LAYER = {"name": str, "kind": str, "grid": [int], "gates?": [float]}
+_RECORD = {"images": int, "layers": [_LAYER]}
+_MEASURES = {"before?": _RECORD, "after?": _RECORD}
 
 
 def is_run_folder(path: Path | str) -> bool:
@@ -99,8 +116,8 @@ def check_outside_runs(folder: Path) -> None:
             raise UserError(f"{parent} is the folder of a run; give one outside it with --output")
 
 
-class RunFolder:
-    """The folder of one run.
+class Run:
+    """A run on disk: its configuration, result, curve and model. Files are read when asked for.
 
     Args:
         path: the folder, which may not exist yet.
@@ -119,6 +136,7 @@ class RunFolder:
         self.predictions_file = self.path / "predictions.csv"
         self.calibration_file = self.path / "calibration.json"
         self.counts_file = self.path / "class_counts.json"
+        self.measures_file = self.path / "measures.json"
         self.snapshots = self.path / "snapshots"
         self.checkpoints = self.path / "checkpoints"
         self.lock = FolderLock(self.path / "lock")
@@ -143,6 +161,68 @@ class RunFolder:
             raise UserError(f"{self.path} is not a run folder: it has no config.yaml") from None
         checks.shaped(str(self.config_file), content, dict(wanted))
         return content
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The configuration as nested plain values, as any version wrote it."""
+        return self.read_settings(_CONFIG)
+
+    @property
+    def model_name(self) -> str:
+        """The name of its model."""
+        return str(self.config["model"]["name"])
+
+    @property
+    def family(self) -> str:
+        """The family of its model: "convit", "deit", "cvt" or "other"."""
+        return family_of(self.model_name)
+
+    @property
+    def custom(self) -> bool:
+        """Whether it is on images of the user's."""
+        data = self.config["data"]
+        return data.get("root") is not None and data["dataset"] in ("folder", "table", "arrow")
+
+    @property
+    def dataset(self) -> str:
+        """The name of the dataset, or of the folder of custom images."""
+        data = self.config["data"]
+        return place_name(data["root"]) if self.custom else str(data["dataset"])
+
+    @property
+    def fraction(self) -> float:
+        """The fraction of the training images."""
+        return float(self.config["data"]["fraction"])
+
+    @property
+    def repeat(self) -> tuple[int, ...]:
+        """Seed and fold, which distinguish the runs of a group on one fraction."""
+        return self.config["seed"], *(self.config["data"].get("fold") or ())
+
+    @cached_property
+    def result(self) -> dict[str, Any]:
+        """The content of result.json.
+
+        Raises:
+            UserError: if the run has not finished, or the file has other content.
+        """
+        if (result := self.read_result(whole=True)) is None:
+            raise UserError(
+                f"no finished run in {self.path}; start or resume one with `locality.fit` or "
+                f"`locality train`"
+            )
+        return result
+
+    @cached_property
+    def measures(self) -> dict[str, Any]:
+        """Attention measured before and after training; empty if not recorded."""
+        return read_shaped(self.measures_file, _MEASURES, {})
+
+    @property
+    def passes(self) -> float:
+        """How many times each image was trained on; infinite of a linear probe."""
+        batch = self.config.get("engine", {}).get("batch_size", 64)
+        return float(self.result["steps"] * batch / self.result["train_images"]) or math.inf
 
     def read_result(self, whole: bool = False) -> dict[str, Any] | None:
         """The content of result.json, or None while the run is not finished.
@@ -240,6 +320,45 @@ class RunFolder:
             f"{where}, which does not exist here; say where they are: --data.root FOLDER "
             f"(locality eval, train --resume) or --images FOLDER (locality explore)"
         )
+
+    @cached_property
+    def classifier(self) -> locality.Classifier:
+        """The model with its preprocessing and class names: images → probabilities."""
+        self.read_settings()  # refuses other folders
+        return locality.open(self.path)
+
+    @property
+    def model(self) -> ImageClassifier:
+        """The model, in evaluation mode."""
+        return self.classifier.module()
+
+    def predict(self, images: Any, top: int = 5) -> Any:
+        """The most likely classes of one or more images; see `Classifier.predict`."""
+        return self.classifier.predict(images, top)
+
+    def evaluate(self, **options: Any) -> dict[str, Any]:
+        """Top-1, top-5 and loss on the validation images; see `training.evaluate_run`."""
+        return locality.evaluate_run(self.path, **options)
+
+    def report(self, output: Path | str | None = None) -> locality.Page:
+        """Write its report; see `locality.report_run`."""
+        return locality.report_run(self, output)
+
+    def explore(self, output: Path | str | None = None, count: int = 4) -> locality.Page:
+        """Write a page that shows every head's attention; see `locality.explore_run`."""
+        return locality.explore_run(self, output, count)
+
+    def __repr__(self) -> str:
+        if not self.is_finished:
+            return f"Run({str(self.path)!r})"
+        result = self.result
+        return (
+            f"{self.model_name} on {result['train_images']:,} images of {self.dataset}: top-1 "
+            f"{result['top1']:.1f}% on {result['val_images']:,} others ({self.path})"
+        )
+
+    def _repr_html_(self) -> str:
+        return locality.show_run(self)
 
     def write_json(self, path: Path, content: Any) -> None:
         """Write one of the folder's JSON files, atomically."""

@@ -1,8 +1,10 @@
-"""Render pages from a package's templates."""
+"""Render pages from a package's templates; pictures inside of them."""
 
 from __future__ import annotations
 
+import base64
 import functools
+import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -55,3 +57,13 @@ def write_page(path: Path | str, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, text)
     return path
+
+
+def data_url(pixels: Any) -> str:
+    """(H, W, 3) uint8 as a data URL: PNG up to 64 pixels, else JPEG."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    name = "png" if max(pixels.shape) <= 64 else "jpeg"
+    Image.fromarray(pixels).save(buffer, format=name, quality=88, optimize=True)
+    return f"data:image/{name};base64,{base64.b64encode(buffer.getvalue()).decode()}"

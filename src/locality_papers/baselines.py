@@ -12,7 +12,7 @@ from locality.analysis.baselines import (
 )
 from locality.data.config import DATASETS
 from locality.figures.charts import percent
-from locality.runner.runs import Run
+from locality.runner.runs import Request
 from locality.training.cost import image_counts
 from locality_papers.experiment import (
     Column,
@@ -31,7 +31,7 @@ _MODELS = {"ConViT": "ConViT-S", "DeiT": "DeiT-S", "CvT": "CvT-13", "CNN": "CNN"
 
 
 def _baseline(name: str) -> Measure:
-    def take(run: Run) -> float:
+    def take(run: Request) -> float:
         record_baselines([run.folder])
         known = read_baselines(run.folder)
         return next(top1 for label, top1 in known.items() if label.startswith(name))
@@ -39,7 +39,7 @@ def _baseline(name: str) -> Measure:
     return Measure(f"{name} on pixels", take=take, accuracy=True)
 
 
-def _support_vectors(run: Run) -> float:
+def _support_vectors(run: Request) -> float:
     """Top-1 of scikit-learn's support vector machine with its default Gaussian kernel."""
     train, labels, val, targets = split_pixels(*baseline_inputs(run.config))
     return float(100 * SVC().fit(train, labels).score(val, targets))

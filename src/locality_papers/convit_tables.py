@@ -7,7 +7,7 @@ from typing import Any
 
 from locality.analysis.taps import content_off, position_embedding_off, position_off
 from locality.figures.charts import percent
-from locality.runner.runs import Run
+from locality.runner.runs import Request
 from locality.training import replace
 from locality_papers.experiment import (
     A_POINT,
@@ -139,7 +139,7 @@ def add_taught(t: Experiment, s: Scale, key: Key, measure: Measure, role: str) -
     The teacher is trained twice as long, on training images that the students do not see.
     """
     base = s.base("DeiT-S")
-    needs: tuple[Run, ...] = ()
+    needs: tuple[Request, ...] = ()
     if not s.comparable:
         seen = base.data.train_part[1]
         if seen == 1.0:

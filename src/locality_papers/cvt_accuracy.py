@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from locality.models.variants import named
-from locality.runner.runs import Run
+from locality.runner.runs import Request
 from locality.training import recipe
 from locality_papers import published
 from locality_papers.convit_curves import add_accuracy_by_size
@@ -52,7 +52,7 @@ def _add_row(t: Experiment, s: Scale, row: str) -> None:
             t.missing(row, name, "a model of other authors")
 
 
-def pretrained(s: Scale, role: str, seed: int) -> Run:
+def pretrained(s: Scale, role: str, seed: int) -> Request:
     """The pre-training run of a model on ImageNet-22k."""
     model = s.models[role][0]
     chosen = {"model.name": model, "seed": seed, "data.root": s.root_of("imagenet22k")}
@@ -60,7 +60,7 @@ def pretrained(s: Scale, role: str, seed: int) -> Run:
     return s.run(config, f"{model} on ImageNet-22k seed {seed}")
 
 
-def tuned(s: Scale, start: Run, target: str) -> Run:
+def tuned(s: Scale, start: Request, target: str) -> Request:
     """The run that fine-tunes the weights of `start` at 384 pixels."""
     model, seed = start.config.model.name, start.config.seed
     chosen = {"model.name": model, "weights": str(start.folder), "seed": seed}

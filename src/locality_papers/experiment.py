@@ -19,7 +19,7 @@ import pandas as pd
 
 from locality.analysis.statistics import Estimate, estimate, mean_curve
 from locality.errors import UserError
-from locality.runner.runs import Run
+from locality.runner.runs import Request
 from locality_papers.published import PUBLISHED, Published
 from locality_papers.runs import Scale
 from locality_papers.table import EMPTY, NOT_RUN, Cell, Key, Measure, Recorded, Values
@@ -97,7 +97,7 @@ class Experiment:
     questions: list[Question] = field(default_factory=list)
     panels: list[Any] = field(default_factory=list)
     draw: Callable[[], Any] | None = None
-    drawn: tuple[Run, ...] = ()
+    drawn: tuple[Request, ...] = ()
 
     def run(self, row: str, column: str, measure: Measure, role: str, **choices: Any) -> Key:
         """Add a measure of a role's runs; see `Scale.runs` for `choices`."""
@@ -106,7 +106,7 @@ class Experiment:
         except UserError as error:
             return self.missing(row, column, str(error))
 
-    def add(self, row: str, column: str, measure: Measure, runs: Iterable[Run]) -> Key:
+    def add(self, row: str, column: str, measure: Measure, runs: Iterable[Request]) -> Key:
         """Add a measure of runs that differ in their seed."""
         return self._set(row, column, Cell(tuple(runs), measure))
 
@@ -151,7 +151,7 @@ class Experiment:
         return list(dict.fromkeys(row for row, column in both if column in self.columns))
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[Request]:
         """All needed runs, without duplicates."""
         measured = (run for cell in self.cells.values() for run in cell.runs)
         return list({run.folder: run for run in (*measured, *self.drawn)}.values())

@@ -16,7 +16,7 @@ from locality.analysis.recording import measure_trajectory
 from locality.checkpoints import open_model
 from locality.data.loader import Batch
 from locality.errors import UserError
-from locality.runner.runs import Run
+from locality.runner.runs import Request
 from locality.training.config import RunConfig, ScheduleConfig
 from locality.training.cost import forward_macs, image_counts, parameters
 from locality.training.evaluation import evaluate_opened
@@ -91,7 +91,7 @@ def top1_at(name: str, when: float | None = None) -> Measure:
 TOP1_EARLY = top1_at("early in training")
 
 
-def _trajectory(run: Run) -> dict[str, Any]:
+def _trajectory(run: Request) -> dict[str, Any]:
     found = measure_trajectory(run.folder, _TRAJECTORY_IMAGES)
     schedule = run.config.schedule
     return found | {"early": _first_from(early(schedule), found[schedule.unit])}
@@ -153,7 +153,7 @@ def masked_top1(name: str, mask: Callable[[nn.Module], AbstractContextManager[An
     """
     key = f"top1, {name}"
 
-    def take(run: Run) -> dict[str, Any]:
+    def take(run: Request) -> dict[str, Any]:
         opened = open_model(run.folder)
         right: dict[int, bool] = {}
 

@@ -12,7 +12,7 @@ from locality import checks
 from locality.errors import UserError, unknown
 from locality.figures.style import figure_bytes
 from locality.files import check_output, write_atomic
-from locality.runner.runs import Outcome, Run, run_all, with_needs, workload
+from locality.runner.runs import Outcome, Request, run_all, with_needs, workload
 from locality.runs import check_outside_runs
 from locality_papers import (  # noqa: F401 (they register)
     baselines,
@@ -147,11 +147,11 @@ def reproduce(
 
 
 def _ready(
-    scale: Scale, wanted: Sequence[Run], known: Recorded
-) -> tuple[dict[Path, str], list[Run]]:
+    scale: Scale, wanted: Sequence[Request], known: Recorded
+) -> tuple[dict[Path, str], list[Request]]:
     """Reasons why runs cannot start because of missing data, by folder; and the other runs."""
     failures: dict[Path, str] = {}
-    ready: list[Run] = []
+    ready: list[Request] = []
     for run in wanted:
         if known.find(run) is not None:
             continue

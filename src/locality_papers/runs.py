@@ -20,7 +20,7 @@ from locality.data.config import DATASETS
 from locality.errors import UserError, check_known, lookup
 from locality.files import read_yaml
 from locality.models.variants import named
-from locality.runner.runs import Run, content_folder
+from locality.runner.runs import Request, content_folder
 from locality.settings import from_dict
 from locality.training import RunConfig, recipe, replace
 
@@ -92,11 +92,11 @@ class Scale:
         fraction: float | None = None,
         seeds: tuple[int, ...] | None = None,
         keep_weights: bool | None = None,
-        needs: tuple[Run, ...] = (),
+        needs: tuple[Request, ...] = (),
         label: str = "",
         fields: Mapping[str, Any] | None = None,
         **changes: Any,
-    ) -> tuple[Run, ...]:
+    ) -> tuple[Request, ...]:
         """The runs of a role, one per seed.
 
         Args:
@@ -147,9 +147,9 @@ class Scale:
             changes |= settings if fnmatchcase(role, roles) else {}
         return replace(_recipe(found, model), changes)
 
-    def run(self, config: RunConfig, name: str, needs: tuple[Run, ...] = ()) -> Run:
+    def run(self, config: RunConfig, name: str, needs: tuple[Request, ...] = ()) -> Request:
         """A run of this scale, with its content-based folder."""
-        return Run(name, config, content_folder(self.root, config), needs)
+        return Request(name, config, content_folder(self.root, config), needs)
 
     def root_of(self, dataset: str) -> str | None:
         """The folder of a dataset."""
@@ -183,7 +183,7 @@ class Scale:
         """The seeds of a size of Table 1: all seeds if Table 2 needs them too, else few."""
         return self.seeds if size.startswith("S") else self.few_seeds
 
-    def missing_data(self, run: Run) -> str | None:
+    def missing_data(self, run: Request) -> str | None:
         """Why a run's data is missing, known before anything starts; None if it may exist."""
         data = run.config.data
         if data.root is not None or not DATASETS[data.dataset].needs_root:

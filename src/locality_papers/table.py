@@ -22,8 +22,8 @@ import pandas as pd
 
 from locality.errors import UserError, wrap_errors
 from locality.files import LARGEST_TEXT, gunzip, parse_json, read_json, write_atomic
-from locality.runner.runs import Run
-from locality.runs import RunFolder
+from locality.runner.runs import Request
+from locality.runs import Run
 from locality.settings import settings_of
 from locality.training.config import identity, read_config
 
@@ -38,7 +38,7 @@ EMPTY = UserError, FileNotFoundError
 
 def read_folder(folder: Path) -> Record:
     """The record of a finished run."""
-    run = RunFolder(folder)
+    run = Run(folder)
     measured = folder / MEASURED
     record: Record = {
         "config": identity(read_config(folder), "result"),
@@ -99,7 +99,7 @@ class Recorded:
             self._by_kind.setdefault(_kind(record["config"]), []).append(record)
         self._known: dict[Path, Record | None] = {}
 
-    def find(self, run: Run) -> Record | None:
+    def find(self, run: Request) -> Record | None:
         """The record of a run: from its folder if it is finished there, else from the file."""
         if self._known.get(run.folder) is None and run.folder.exists() and run.is_finished():
             self._known[run.folder] = read_folder(run.folder)
@@ -107,7 +107,7 @@ class Recorded:
             self._known[run.folder] = self.in_file(run)
         return self._known[run.folder]
 
-    def in_file(self, run: Run) -> Record | None:
+    def in_file(self, run: Request) -> Record | None:
         """The record of a run in the file."""
         wanted = identity(run.config, "result")
         # A setting that a recorded run did not know has its default.
@@ -140,13 +140,13 @@ class Measure:
 
     name: str
     read: Callable[[Record], Any] | None = field(default=None, compare=False)
-    take: Callable[[Run], Any] | None = field(default=None, compare=False)
+    take: Callable[[Request], Any] | None = field(default=None, compare=False)
     needs: Measure | None = None
     accuracy: bool = False
     right: Callable[[Record], str | None] | None = field(default=None, compare=False)
     before: Measure | None = None
 
-    def __call__(self, run: Run, record: Record) -> Any:
+    def __call__(self, run: Request, record: Record) -> Any:
         """The value: read, kept, or taken now."""
         if self.needs is not None:
             self.needs(run, record)
@@ -181,7 +181,7 @@ class Cell:
         paper: the paper's number.
     """
 
-    runs: tuple[Run, ...] = ()
+    runs: tuple[Request, ...] = ()
     measure: Measure | None = None
     value: float | Callable[[], float] | None = None
     absent: str = ""
@@ -224,7 +224,7 @@ class Values:
                 self.problems.setdefault(key, []).append(str(error))
         return values
 
-    def _value(self, run: Run, cell: Cell) -> Any:
+    def _value(self, run: Request, cell: Cell) -> Any:
         if reason := self._failures.get(run.folder):
             raise UserError(reason)
         if (record := self._recorded.find(run)) is None:

@@ -13,10 +13,11 @@ from locality.analysis.recording import (
     record_missing,
     recorded_trajectory,
 )
-from locality.analysis.runs import RecordedRun, group, read_runs
+from locality.analysis.runs import group, read_runs
 from locality.data import open_data
 from locality.errors import UserError
-from locality.settings import to_dict
+from locality.runs import Run
+from locality.settings import to_yaml
 from locality.training import load_run, recipe, replace, train
 from locality.training.devices import resolve_accelerator
 
@@ -68,10 +69,10 @@ def test_a_network_without_attention_is_refused_and_others_are_recorded(run, tmp
 
 def test_runs_of_other_settings_are_no_seeds_of_each_other(tmp_path):
     changes = {"slow": {"optim.lr": 1e-4}, "fast": {}, "again": {"seed": 1, "engine.accumulate": 2}}
-    runs = [
-        RecordedRun(tmp_path / name, to_dict(replace(recipe("digits"), change)))
-        for name, change in changes.items()
-    ]
+    for name, change in changes.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(to_yaml(replace(recipe("digits"), change)))
+    runs = [Run(tmp_path / name) for name in changes]
     assert [(one.label, len(one.runs)) for one in group(runs)] == [
         ("convit_nano (lr=0.0001)", 1),
         ("convit_nano (lr=0.0062)", 2),

@@ -19,7 +19,7 @@ from locality.cli import main
 from locality.commands.train import read_run
 from locality.errors import UserError
 from locality.files import read_rows
-from locality.runs import RunFolder
+from locality.runs import Run
 from locality.training import RECIPES, RunConfig, recipe
 from locality.training.config import read_config
 
@@ -113,8 +113,8 @@ def test_a_class_map_names_the_outputs_of_weights_without_names(run, tmp_path, c
 
 def test_eval_repeats_the_runs_own_accuracy(run, cli):
     found = json.loads(cli("eval", run, "--json").out)
-    assert found["top1"] == pytest.approx(RunFolder(run).read_result()["top1"], abs=0.3)
-    assert found["n"] == RunFolder(run).read_result()["val_images"]
+    assert found["top1"] == pytest.approx(Run(run).read_result()["top1"], abs=0.3)
+    assert found["n"] == Run(run).read_result()["val_images"]
 
 
 def test_the_averaged_weights_of_a_run_are_opened(run, tmp_path):
@@ -267,7 +267,7 @@ def some_bad(images, tmp_path):
 
 def test_predict_names_bad_files_and_classifies_the_others(run, some_bad, cli):
     captured = cli("predict", some_bad, "--model", run, "--output", "-", code=1)
-    rows, classes = [*csv.DictReader(captured.out.splitlines())], RunFolder(run).classes()
+    rows, classes = [*csv.DictReader(captured.out.splitlines())], Run(run).classes()
     assert len(rows) == 97 and list(rows[0]) == ["path", "prediction", *classes]
     assert sum(float(rows[0][name]) for name in classes) == pytest.approx(1, abs=1e-4)
     assert all(f"{name}.png" in captured.err for name in ("empty", "text", "torn"))

@@ -14,7 +14,7 @@ from locality.analysis.measures import measure_model
 from locality.analysis.pictures import Sample, capture_pictures, save_pictures
 from locality.data import ArraySource
 from locality.models import build, count_parameters
-from locality.runs import RunFolder
+from locality.runs import Run
 from locality.training.config import RunConfig
 from locality.training.evaluation import PredictionCollector
 
@@ -28,7 +28,7 @@ def keep_predictions(folder, labels, logits):
     batch = SimpleNamespace(indices=np.arange(len(labels)))
     collector = PredictionCollector(len(labels), torch.device("cpu"))
     collector(batch, torch.as_tensor(logits).float())
-    run = RunFolder(folder)
+    run = Run(folder)
     collector.predictions(images, run.classes()).write(run.predictions_file)
 
 

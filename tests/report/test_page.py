@@ -8,12 +8,12 @@ import xml.etree.ElementTree
 
 import pytest
 
-from locality.analysis.pictures import data_url
 from locality.analysis.statistics import estimate
 from locality.errors import UserError
 from locality.figures.style import map_to_rgb
 from locality.report import build_report
 from locality.report.page import _maps
+from locality.templates import data_url
 
 
 def text_of(page):

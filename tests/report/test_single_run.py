@@ -13,7 +13,7 @@ from locality.analysis.taps import capture
 from locality.checkpoints import open_model
 from locality.predictions import Predictions
 from locality.report import build_report
-from locality.runs import RunFolder
+from locality.runs import Run
 from locality.training import evaluate_run, train
 
 
@@ -34,7 +34,7 @@ def confused(make_run):
 
 
 def test_a_planted_confusion_is_in_matrix_table_and_mistakes(confused):
-    found = RunFolder(confused).predictions()
+    found = Run(confused).predictions()
     matrix = found.confusion(range(10))
     assert matrix.sum() == 200 and matrix[3, 8] == 10 and matrix[3, 3] == 10
     assert (matrix - np.diag(matrix.diagonal())).sum() == 10
@@ -66,7 +66,7 @@ def test_calibration_against_its_definition():
 
 def test_training_keeps_what_its_last_evaluation_said(tiny_config, tmp_path):
     train(tiny_config(), tmp_path / "run", quiet=True)
-    run = RunFolder(tmp_path / "run")
+    run = Run(tmp_path / "run")
     found, result = run.predictions(), run.read_result()
     assert len(found.labels) == result["val_images"]
     assert 100 * found.right.mean() == pytest.approx(result["top1"])
@@ -94,7 +94,7 @@ def test_a_report_on_photographs_shows_them(tmp_path, tiny_config, class_folders
     data = {"data__dataset": "folder", "data__root": str(photos)}
     run = tmp_path / "run"
     train(tiny_config(**data, data__val_fraction=0.5), run, quiet=True)
-    RunFolder(run).skipped_file.write_text("image,reason\ncats/x.png,it is cut short\n")
+    Run(run).skipped_file.write_text("image,reason\ncats/x.png,it is cut short\n")
     page = build_report([run], tmp_path / "r.html").read_text()
     text = " ".join(re.sub(r"<[^>]+>", " ", page).split())
     assert "cats/x.png: it is cut short" in text

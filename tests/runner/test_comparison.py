@@ -13,7 +13,7 @@ from locality.analysis.runs import read_runs
 from locality.errors import UserError
 from locality.runner.comparison import comparison_runs, expected_seconds, shortened
 from locality.runner.runs import run_all
-from locality.runs import RunFolder
+from locality.runs import Run
 from locality.settings import differences
 from locality.training import train
 
@@ -68,7 +68,7 @@ def test_folds_evaluate_every_image_once(asked, here):
     runs = asked(folds=2, fractions=(1.0,))
     assert [outcome.error for outcome in run_all(runs, executor=here, quiet=True)] == [None] * 4
     for model in range(2):
-        parts = [RunFolder(run.folder).predictions().paths for run in runs[model::2]]
+        parts = [Run(run.folder).predictions().paths for run in runs[model::2]]
         assert len(set(parts[0]) | set(parts[1])) == sum(map(len, parts)) == 24
 
 

@@ -16,7 +16,7 @@ from locality.errors import UserError
 from locality.runner.runs import (
     LocalExecutor,
     Outcome,
-    Run,
+    Request,
     run_all,
     run_cost,
     workload,
@@ -27,7 +27,7 @@ from locality.training import load_run
 @pytest.fixture
 def failing(tmp_path, tiny_config):
     """A run that cannot start: a fraction that leaves classes empty."""
-    return Run("failing", tiny_config(data__fraction=0.001), tmp_path / "failing")
+    return Request("failing", tiny_config(data__fraction=0.001), tmp_path / "failing")
 
 
 def test_finished_runs_are_left_alone_and_each_folder_is_done_once(tmp_path, tiny_run, here):
@@ -44,13 +44,13 @@ def test_time_spent_before_a_run_counts_in_its_minutes(tmp_path, tiny_config, he
     begun = []
     monkeypatch.setattr("locality.training.train", lambda *_, started: begun.append(started))
     before = time.perf_counter()
-    run_all([Run("", tiny_config(), tmp_path / "run", spent=100.0)], executor=here, quiet=True)
+    run_all([Request("", tiny_config(), tmp_path / "run", spent=100.0)], executor=here, quiet=True)
     assert before - 100 <= begun[0] <= time.perf_counter() - 100
 
 
 def test_a_failing_run_fails_with_what_needs_it_and_says_why(tmp_path, tiny_config, failing, here):
-    student = Run("student", tiny_config(seed=1), tmp_path / "student", needs=(failing,))
-    good = Run("good", tiny_config(), tmp_path / "good")
+    student = Request("student", tiny_config(seed=1), tmp_path / "student", needs=(failing,))
+    good = Request("good", tiny_config(), tmp_path / "good")
     outcomes = run_all([student, failing, good], executor=here, quiet=True)
     errors = [outcome.error or "" for outcome in outcomes]
     assert "failing" in errors[0] and "without images" in errors[1] and good.is_finished()
@@ -66,16 +66,18 @@ def test_what_needs_nothing_unfinished_goes_on_side_by_side(tmp_path, tiny_confi
             return map(Outcome, runs)
 
     net, teacher = tiny_run(tmp_path), tiny_run(tmp_path, seed=9)
-    student = Run("s", tiny_config(seed=1), tmp_path / "s", needs=(net, teacher))
-    other = Run("o", tiny_config(seed=2), tmp_path / "o", needs=(student, net))
+    student = Request("s", tiny_config(seed=1), tmp_path / "s", needs=(net, teacher))
+    other = Request("o", tiny_config(seed=2), tmp_path / "o", needs=(student, net))
     run_all([other, student], executor=Waves(), quiet=True)
     assert Waves.seen == [[net, teacher], [student], [other]]
 
 
 def test_the_folder_of_another_configuration_is_refused(tmp_path, tiny_config, here):
     folder = tmp_path / "run"
-    run_all([Run("", tiny_config(), folder)], executor=here, quiet=True)
-    (outcome,) = run_all([Run("", tiny_config(optim__lr=1e-3), folder)], executor=here, quiet=True)
+    run_all([Request("", tiny_config(), folder)], executor=here, quiet=True)
+    (outcome,) = run_all(
+        [Request("", tiny_config(optim__lr=1e-3), folder)], executor=here, quiet=True
+    )
     assert outcome.error is not None and "optim.lr" in outcome.error
 
 
@@ -94,7 +96,8 @@ def test_a_plan_counts_without_starting(tmp_path, tiny_run, failing, here):
 
 def test_evaluations_take_time_too(tmp_path, tiny_config):
     often, once = (
-        Run("", tiny_config(schedule__eval_every=every), tmp_path / str(every)) for every in (1, 3)
+        Request("", tiny_config(schedule__eval_every=every), tmp_path / str(every))
+        for every in (1, 3)
     )
     # 24 training images, and 90 evaluated at a third of the cost, three times and once.
     expected = (24 + 3 * 90 / 3) / (24 + 90 / 3)
@@ -148,10 +151,12 @@ def assert_same(first, second):
 
 
 def pair_of_runs(root, tiny_config):
-    return [Run(model, tiny_config(model), root / model) for model in ("convit_nano", "deit_nano")]
+    return [
+        Request(model, tiny_config(model), root / model) for model in ("convit_nano", "deit_nano")
+    ]
 
 
-class Silent(Run):
+class Silent(Request):
     """Ends its worker without a message."""
 
     def __setstate__(self, _):
@@ -179,7 +184,7 @@ KILLED = """
 import sys
 from pathlib import Path
 from locality.runner.runs import run_all
-from locality.runner.runs import Run
+from locality.runner.runs import Request
 from locality import settings
 from locality.training import RunConfig
 
@@ -187,7 +192,7 @@ if __name__ == "__main__":
     root = Path(sys.argv[1])
     texts = [path.read_text() for path in sorted(root.glob("*.yaml"))]
     configs = [settings.from_yaml(RunConfig, text) for text in texts]
-    runs = [Run(str(config.seed), config, root / str(config.seed)) for config in configs]
+    runs = [Request(str(config.seed), config, root / str(config.seed)) for config in configs]
     errors = [outcome.error for outcome in run_all(runs, 1, threads=1, quiet=True)]
     assert errors == [None] * 3, errors
 """
@@ -216,14 +221,14 @@ def test_a_table_killed_in_the_middle_finishes_when_started_again(tmp_path, tiny
     assert not (root / "2" / "result.json").exists()
     subprocess.run([sys.executable, str(script), str(root)], check=True, timeout=600)
     assert (finished.read_bytes(), finished.stat().st_mtime_ns) == before
-    whole = [Run("", config, tmp_path / "whole" / str(config.seed)) for config in configs]
+    whole = [Request("", config, tmp_path / "whole" / str(config.seed)) for config in configs]
     run_all(whole, executor=here, quiet=True)
     for config in configs:
-        interrupted = Run("", config, root / str(config.seed))
+        interrupted = Request("", config, root / str(config.seed))
         assert_same(fingerprint(interrupted), fingerprint(whole[config.seed]))
 
 
-class Telling(Run):
+class Telling(Request):
     """Says in its worker which GPU that has."""
 
     def __setstate__(self, state):

@@ -9,7 +9,7 @@ import yaml
 
 from locality import settings
 from locality.files import parse_yaml
-from locality.runner.runs import Run, content_folder, digest
+from locality.runner.runs import Request, content_folder, digest
 from locality.training import RunConfig, recipe, replace, train
 
 
@@ -124,18 +124,18 @@ def test_a_run_is_finished_by_the_result_of_its_own_configuration_alone(tmp_path
     train(run.config, run.folder, quiet=True)
     assert run.is_finished()
     relabelled = replace(run.config, {"recipe": "x", "engine.threads": 3})
-    assert Run("", relabelled, run.folder).is_finished()
-    assert not Run("", replace(run.config, {"optim.lr": 1e-3}), run.folder).is_finished()
+    assert Request("", relabelled, run.folder).is_finished()
+    assert not Request("", replace(run.config, {"optim.lr": 1e-3}), run.folder).is_finished()
 
 
 def test_a_run_whose_donor_has_moved_is_still_finished(tmp_path, tiny_config):
     config = tiny_config(weights="here/donor-123")
-    run = Run("", config, content_folder(tmp_path, config))
+    run = Request("", config, content_folder(tmp_path, config))
     run.folder.mkdir()
     (run.folder / "config.yaml").write_text(settings.to_yaml(config))
     (run.folder / "result.json").write_text(json.dumps({"model": config.model.name}))
     moved = replace(config, {"weights": str(tmp_path / "there" / "donor-123")})
     assert content_folder(tmp_path, moved) == run.folder
-    assert Run("", moved, run.folder).is_finished()
+    assert Request("", moved, run.folder).is_finished()
     other = replace(config, {"weights": "here/donor-456"})
-    assert not Run("", other, run.folder).is_finished()
+    assert not Request("", other, run.folder).is_finished()

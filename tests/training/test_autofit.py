@@ -13,7 +13,7 @@ from locality.errors import UserError
 from locality.layers.grid import projected_grid
 from locality.machine import idle_processors
 from locality.models import list_models
-from locality.runs import RunFolder
+from locality.runs import Run
 from locality.settings import replace
 from locality.training.autofit import SIZES, image_size, sized
 from locality.training.config import RunConfig, read_config
@@ -128,7 +128,7 @@ def test_one_word_trains_and_the_same_word_goes_on(tmp_path, monkeypatch, capsys
     assert main(words) == 0
     assert "chance 50.0%" in capsys.readouterr().err
     folder = Path("runs/photos/photos-0.1min-s0")
-    config, result = read_config(folder), RunFolder(folder).read_result() or {}
+    config, result = read_config(folder), Run(folder).read_result() or {}
     assert evaluate_run(folder)["top1"] == pytest.approx(result["top1"])
     assert (config.recipe, config.data.exif) == ("photos", True)
     assert main(words) == 0
@@ -147,8 +147,8 @@ def test_one_word_fine_tunes(tmp_path, monkeypatch):
     train(tiny(), tmp_path / "donor")
     words = ["finetune", "photos/", "--from", "donor", "--minutes", "0.02", "--quiet"]
     assert main([*words, "--output", "tuned"]) == 0
-    assert len(RunFolder("tuned").classes()) == 3
-    assert (RunFolder("tuned").read_result() or {})["recipe"] == "finetune"
+    assert len(Run("tuned").classes()) == 3
+    assert (Run("tuned").read_result() or {})["recipe"] == "finetune"
 
 
 def test_mistakes_are_said(tmp_path):

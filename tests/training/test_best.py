@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from locality.checkpoints.run_state import BEST, load_best_state, read_checkpoint
-from locality.runs import RunFolder
+from locality.runs import Run
 from locality.training import load_run
 from locality.training.evaluation import evaluate_run
 
@@ -19,7 +19,7 @@ def test_training_ends_when_top1_has_not_risen_for_long(tmp_path, evaluations):
     evaluations((10, 2), (30, 1), (30, 1), (20, 0.5), *itertools.repeat((90, 0), 9))
     result = train(tiny(schedule__eval_every=1, schedule__patience=2), tmp_path)
     assert (result["top1"], result["best_step"], result["steps"]) == (30, 2, 4)
-    assert (RunFolder(tmp_path).read_result() or {})["steps"] == 4
+    assert (Run(tmp_path).read_result() or {})["steps"] == 4
     assert read_checkpoint(tmp_path / "checkpoints/last.ckpt")["step"] == 4
 
 

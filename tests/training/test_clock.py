@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from locality.errors import UserError
-from locality.runs import RunFolder
+from locality.runs import Run
 from locality.settings import to_yaml
 from locality.training import (
     OptimConfig,
@@ -76,10 +76,10 @@ def test_evaluations_become_rare_and_do_not_depend_on_the_length():
 
 def test_a_run_takes_its_minutes_and_can_be_repeated(tmp_path, slow_clock):
     train(timed(), tmp_path / "run")
-    seconds = sum(row["seconds"] for row in RunFolder(tmp_path / "run").timing[-1:])
+    seconds = sum(row["seconds"] for row in Run(tmp_path / "run").timing[-1:])
     assert 0.02 * 60 / 3 * 0.8 < seconds < 0.02 * 60 / 3  # a third of a step's looks
     first, last = decided(tmp_path / "run")
-    assert 0 < first < last == (RunFolder(tmp_path / "run").read_result() or {})["steps"]
+    assert 0 < first < last == (Run(tmp_path / "run").read_result() or {})["steps"]
     repeated = read_config(tmp_path / "run")
     train(repeated, tmp_path / "again")
     assert_same_run(tmp_path / "run", tmp_path / "again")
@@ -117,7 +117,7 @@ def test_a_stopped_run_is_the_run_that_was_not_with_its_decay(
 
 
 def test_a_decay_that_was_edited_is_refused(tmp_path, stop_before, slow_clock):
-    config, run = timed(), RunFolder(tmp_path / "run")
+    config, run = timed(), Run(tmp_path / "run")
 
     def edited(first: int, last: int) -> None:
         changed = replace(read_config(run.path), {"schedule.decay": (first, last)})

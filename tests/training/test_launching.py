@@ -20,7 +20,7 @@ import pytest
 
 from locality.checkpoints.run_state import load_best_state
 from locality.errors import RunFailed, UserError
-from locality.runs import RunFolder
+from locality.runs import Run
 from locality.settings import to_yaml
 from locality.training import devices
 from locality.training.job import Job
@@ -125,7 +125,7 @@ def test_two_processes_train_as_one_with_twice_the_batch(tmp_path):
     for name, more in (("two", {}), ("recomputed", {"engine__grad_checkpointing": True})):
         words = configuration(tmp_path, **same, **more)
         assert launch("torchrun", "end", words, tmp_path / name)[0] == [0]
-    found = RunFolder(tmp_path / "two").read_result() or {}
+    found = Run(tmp_path / "two").read_result() or {}
     assert found["val_images"] == expected["val_images"]
     one = load_best_state(tmp_path / "one")["model"]
     for name in ("two", "accumulated", "recomputed"):

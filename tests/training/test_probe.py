@@ -17,7 +17,7 @@ from locality.checkpoints.run_state import BEST, load_best_state
 from locality.data import DataConfig, open_data
 from locality.errors import UserError
 from locality.models import build
-from locality.runs import RunFolder
+from locality.runs import Run
 from locality.settings import replace
 from locality.training import RunConfig, initial_model, load_run
 from locality.training.autofit import probed_sizes
@@ -106,7 +106,7 @@ def test_the_probe_stays_unless_fine_tuning_is_as_good(found, minutes, kept, tmp
         4 * (kept == "last"),
     )
     assert load_best_state(tmp_path)["step"] == result["best_step"]
-    assert [row["top1"] for row in RunFolder(tmp_path).curve] == [first[0], last[0]]
+    assert [row["top1"] for row in Run(tmp_path).curve] == [first[0], last[0]]
 
 
 def test_a_run_stopped_after_its_probe_goes_on_to_the_same_bits(tmp_path, interrupt):
@@ -161,7 +161,7 @@ def test_freeze_in_python_and_on_the_command_line(class_folders, tmp_path: Path,
     settings = {"weights": tmp_path / "donor", "freeze": "backbone", "quiet": True}
     rows: list[dict[str, Any]] = []
     run = locality.fit(photos, output=tmp_path / "run", on_evaluation=rows.append, **settings)
-    assert rows == RunFolder(run.folder).curve and len(rows) == 1
+    assert rows == Run(run.folder).curve and len(rows) == 1
     assert run.result["steps"] == 0 and set(run.predict(photos / "a", top=2)[0].classes) == {
         "a",
         "b",

@@ -13,7 +13,7 @@ import torch
 
 from locality.checkpoints.run_state import load_best_state
 from locality.errors import Interrupted, UserError
-from locality.runs import RunFolder
+from locality.runs import Run
 from locality.training import RunConfig, devices, replace, state
 from locality.training.config import read_config
 from locality.training.loop import Loop
@@ -167,7 +167,7 @@ def test_the_rows_of_metrics_are_those_of_the_checkpoint(change, tmp_path, whole
 
 def test_a_configuration_that_is_not_the_checkpoints_is_refused(tmp_path, interrupt):
     interrupt(tiny(), tmp_path / "run", 4)
-    run = RunFolder(tmp_path / "run")
+    run = Run(tmp_path / "run")
     text = run.config_file.read_text()
     run.config_file.write_text(
         text.replace("lr: 0.0062", "lr: 0.001").replace("clip_grad: null", "clip_grad: 1")

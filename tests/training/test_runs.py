@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from locality.checkpoints import save
 from locality.checkpoints.run_state import load_best_state
 from locality.errors import UserError
-from locality.runs import RunFolder
+from locality.runs import Run
 from locality.settings import to_yaml
 from locality.training import evaluate_run, initial_model, load_run
 from locality.training import train as train_run
@@ -141,7 +141,7 @@ def test_a_resumed_run_no_longer_needs_the_weights_it_started_from(tmp_path, int
 
 def test_a_path_in_other_words_is_the_same_configuration(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run = RunFolder(tmp_path / "run")
+    run = Run(tmp_path / "run")
     run.path.mkdir()
     run.config_file.write_text(to_yaml(tiny(weights="donor")))
     check_folder(run.path, tiny(weights=str(tmp_path / "donor")))

@@ -15,7 +15,7 @@ from locality.data.config import Preprocessing
 from locality.errors import UserError
 from locality.models import build
 from locality.models.config import signature_diff
-from locality.runs import RunFolder
+from locality.runs import Run
 from locality.training import cost, devices, dry_run, recipe, replace
 from locality.training.devices import choose_precision
 from locality.training.job import Job
@@ -42,7 +42,7 @@ def test_no_news_of_a_run_that_could_not_start(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError("no space left")
 
-    monkeypatch.setattr(RunFolder, "record_start", full)
+    monkeypatch.setattr(Run, "record_start", full)
     with pytest.raises(OSError, match="no space left"):
         locality.train(tiny(), tmp_path / "run")
     assert "progress" not in {thread.name for thread in threading.enumerate()}

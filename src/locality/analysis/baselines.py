@@ -27,7 +27,7 @@ from locality.data.sources import ImageSource
 from locality.errors import UserError
 from locality.files import read_shaped
 from locality.models.config import to_2tuple
-from locality.runs import RunFolder
+from locality.runs import Run
 from locality.training.config import RunConfig, read_config
 
 MAX_SIDE = 32
@@ -159,7 +159,7 @@ def record_baselines(
         OSError, UserError: a run's images can no longer be read.
     """
     known = {} if known is None else known
-    for run in map(RunFolder, folders):
+    for run in map(Run, folders):
         if not (run.path / BASELINES).exists():
             record = _record(read_config(run.path), known, run.classes(), splits)
             run.write_json(run.path / BASELINES, record)

@@ -28,7 +28,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from locality.analysis.measures import measure_model, nonlocality_unit, positional_vectors
-from locality.analysis.pictures import DECADES, data_url, prepare_sample
+from locality.analysis.pictures import DECADES, prepare_sample
 from locality.analysis.taps import LayerView, capture, eval_mode
 from locality.checkpoints import Classifier
 from locality.data.config import Preprocessing
@@ -39,7 +39,7 @@ from locality.files import write_atomic
 from locality.models.config import ViTConfig
 from locality.models.transformer import position_embedding
 from locality.models.variants import FAMILY_NAMES, family_of
-from locality.templates import render, write_page
+from locality.templates import data_url, render, write_page
 
 _MAX_MODELS = 4
 _FEW_CLASSES = 12  # list all classes up to this number

@@ -6,7 +6,6 @@ files.
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import zipfile
@@ -211,14 +210,6 @@ def _picture(view: LayerView, place: tuple[float, float] | None) -> LayerPicture
         mixed=mixed.float().cpu().numpy(),
         gates=None if maps.gate is None else maps.gate.float().cpu().numpy(),
     )
-
-
-def data_url(pixels: npt.NDArray[np.uint8]) -> str:
-    """(H, W, 3) uint8 as a data URL: PNG up to 64 pixels, else JPEG."""
-    buffer = io.BytesIO()
-    name = "png" if max(pixels.shape) <= 64 else "jpeg"
-    Image.fromarray(pixels).save(buffer, format=name, quality=88, optimize=True)
-    return f"data:image/{name};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def save_pictures(pictures: Pictures, path: Path | str) -> None:

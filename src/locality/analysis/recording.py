@@ -22,14 +22,13 @@ from locality.data.config import InputConfig
 from locality.errors import UserError, one_line
 from locality.files import read_shaped, write_atomic
 from locality.models import ImageClassifier
-from locality.runs import RunFolder
+from locality.runs import Run
 from locality.training.config import read_config
 from locality.training.devices import resolve_accelerator
 from locality.training.evaluation import PredictionCollector, evaluate_run
 from locality.training.model import initial_model, load_run, open_run_data
 from locality.training.optim import make_plan
 
-MEASURES = "measures.json"
 PICTURES = "attention.npz"
 MISTAKES = "mistakes.npz"
 MAX_MISTAKES = 20
@@ -61,7 +60,7 @@ def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
     Raises:
         UserError: `folder` is not a run folder, or the run has not finished.
     """
-    run = RunFolder(folder)
+    run = Run(folder)
     if run.read_result() is None:
         raise UserError(f"the run in {folder} has not finished: it has no result.json")
     model, config = load_run(folder)
@@ -78,12 +77,12 @@ def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
         "before": measure_model(initial_model(folder), chosen),
         "after": measure_model(model, chosen),
     }
-    write_atomic(run.path / MEASURES, json.dumps(measures, allow_nan=False) + "\n")
+    write_atomic(run.measures_file, json.dumps(measures, allow_nan=False) + "\n")
     return measures
 
 
 def _record_mistakes(
-    run: RunFolder, model: ImageClassifier, splits: DataSplits, preprocessing: InputConfig
+    run: Run, model: ImageClassifier, splits: DataSplits, preprocessing: InputConfig
 ) -> None:
     if not run.predictions_file.exists():
         collector = PredictionCollector(len(splits.val), torch.device("cpu"))
@@ -106,9 +105,9 @@ def record_missing(folders: Iterable[Path]) -> list[str]:
         a sentence on each run that cannot be measured, such as a CNN's.
     """
     refused = []
-    finished = [run for run in map(RunFolder, folders) if run.is_finished]
+    finished = [run for run in map(Run, folders) if run.is_finished]
     for run in finished:
-        wanted = [run.path / MEASURES, run.predictions_file]
+        wanted = [run.measures_file, run.predictions_file]
         wanted += [run.path / TRAJECTORY] if _snapshots(run) else []
         if not all(file.exists() for file in wanted):
             try:
@@ -119,7 +118,7 @@ def record_missing(folders: Iterable[Path]) -> list[str]:
     return refused
 
 
-def _snapshots(run: RunFolder) -> list[Path]:
+def _snapshots(run: Run) -> list[Path]:
     return sorted(run.snapshots.glob("step-*.safetensors"))
 
 
@@ -149,7 +148,7 @@ def measure_trajectory(folder: Path | str, images: int = 256) -> Record:
     Raises:
         UserError: the run has no snapshots.
     """
-    run = RunFolder(folder)
+    run = Run(folder)
     files = _snapshots(run)
     if not files:
         raise UserError(

@@ -5,91 +5,26 @@ A pair of groups is a ConViT and the DeiT of its size, with their paired differe
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from locality.analysis.baselines import below, read_baselines
-from locality.analysis.pictures import Pictures, load_pictures
-from locality.analysis.recording import MEASURES, PICTURES
 from locality.analysis.statistics import Estimate, estimate, paired_difference
-from locality.data.folder import place_name
 from locality.errors import UserError, some
-from locality.files import read_shaped
-from locality.models.variants import FAMILY_NAMES, VARIANTS, family_of
-from locality.runs import RunFolder, run_folders
+from locality.models.variants import FAMILY_NAMES, VARIANTS
+from locality.runs import Run, run_folders
 from locality.training.config import identity
 
 _MAX_SETTINGS = 3  # in the label of a group
 
-# Entries read from a run's files, checked because users may edit them.
-_CONFIG = {
-    "model": {"name": str},
-    "data": {"dataset": str, "fraction": float, "root?": str, "fold?": [int]},
-    "engine?": {"batch_size?": int},
-    "seed": int,
-}
-_LAYER = {"name": str, "kind": str, "grid": [int], "gates?": [float]}
-_RECORD = {"images": int, "layers": [_LAYER]}
-_MEASURES = {"before?": _RECORD, "after?": _RECORD}
 
-
-class RecordedRun(RunFolder):
-    """A run folder and its measurements, written by any version of `locality`; files are read once.
-
-    Args:
-        path: the run folder.
-        config: the run's full configuration as nested plain values.
-    """
-
-    def __init__(self, path: Path | str, config: dict[str, Any]) -> None:
-        super().__init__(path)
-        self.config = config
-        self.model: str = config["model"]["name"]
-        self.family = family_of(self.model)
-        root, dataset = config["data"].get("root"), str(config["data"]["dataset"])
-        self.custom = root is not None and dataset in ("folder", "table", "arrow")
-        # For custom data the folder's name.
-        self.dataset = place_name(root) if self.custom else dataset
-        self.fraction = float(config["data"]["fraction"])
-        self.seed: int = config["seed"]
-        # Distinguishes the runs of a group on one fraction.
-        self.repeat = (self.seed, *(config["data"].get("fold") or ()))
-
-    @cached_property
-    def result(self) -> dict[str, Any]:
-        """Final results; empty if the run has not finished."""
-        return self.read_result(whole=True) or {}
-
-    @cached_property
-    def measures(self) -> dict[str, Any]:
-        """Measures before and after training; empty if not recorded."""
-        return read_shaped(self.path / MEASURES, _MEASURES, {})
-
-    @cached_property
-    def baselines(self) -> dict[str, float]:
-        """Top-1 accuracy of the baselines in per cent; empty if not recorded."""
-        return read_baselines(self.path)
-
-    @property
-    def passes(self) -> float:
-        """How many times each image was trained on; infinite of a linear probe."""
-        batch = self.config.get("engine", {}).get("batch_size", 64)
-        return float(self.result["steps"] * batch / self.result["train_images"]) or math.inf
-
-    def pictures(self) -> Pictures | None:
-        """Recorded attention pictures, or None."""
-        path = self.path / PICTURES
-        return load_pictures(path) if path.exists() else None
-
-    def settings(self) -> dict[str, Any]:
-        """The settings that the runs of a group share, by dotted name."""
-        return identity(self.config, "group")
+def settings_of(run: Run) -> dict[str, Any]:
+    """The settings that the runs of a group share, by dotted name."""
+    return identity(run.config, "group")
 
 
 def percent(fraction: float) -> str:
@@ -97,15 +32,17 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:g}%"
 
 
-def read_runs(folders: Iterable[Path | str]) -> list[RecordedRun]:
+def read_runs(folders: Iterable[Path | str]) -> list[Run]:
     """The runs in these folders; folders that are not run folders are searched for runs.
 
     Raises:
         FileNotFoundError: a folder does not exist.
         UserError: a folder contains no run, or a configuration cannot be read.
     """
-    runs = map(RunFolder, run_folders(folders))
-    return [RecordedRun(run.path, run.read_settings(_CONFIG)) for run in runs]
+    runs = [Run(folder) for folder in run_folders(folders)]
+    for run in runs:
+        _ = run.config
+    return runs
 
 
 @dataclass(frozen=True)
@@ -118,11 +55,11 @@ class RunGroup:
     """
 
     label: str
-    runs: tuple[RecordedRun, ...]
+    runs: tuple[Run, ...]
 
     @property
     def model(self) -> str:
-        return self.runs[0].model
+        return self.runs[0].model_name
 
     @property
     def family(self) -> str:
@@ -138,7 +75,7 @@ class RunGroup:
             return self.label
         return f"{self.label}, {percent(fraction)} of the images"
 
-    def at(self, fraction: float) -> list[RecordedRun]:
+    def at(self, fraction: float) -> list[Run]:
         """Runs on this fraction of the training images, sorted by seed and fold."""
         chosen = [run for run in self.runs if run.fraction == fraction]
         return sorted(chosen, key=lambda run: run.repeat)
@@ -164,21 +101,21 @@ class RunGroup:
         return below(self.label_at(fraction), self.over_runs(fraction).mean, means, passes)
 
 
-def group(runs: Sequence[RecordedRun]) -> list[RunGroup]:
+def group(runs: Sequence[Run]) -> list[RunGroup]:
     """Sort runs into groups: ConViT first, then DeiT, then others in order of appearance.
 
     Raises:
         UserError: two runs of a group have the same fraction, seed and fold.
     """
-    groups: dict[str, list[RecordedRun]] = {}
-    seen: dict[Any, RecordedRun] = {}
+    groups: dict[str, list[Run]] = {}
+    seen: dict[Any, Run] = {}
     for run in runs:
-        settings = repr(sorted(run.settings().items()))
+        settings = repr(sorted(settings_of(run).items()))
         groups.setdefault(settings, []).append(run)
         other = seen.setdefault((settings, run.fraction, run.repeat), run)
         if other is not run:
             raise UserError(
-                f"{other.path} and {run.path} are the same run (seed {run.seed}, fraction "
+                f"{other.path} and {run.path} are the same run (seed {run.repeat[0]}, fraction "
                 f"{run.fraction:g}); pass only one of them"
             )
     order = [*FAMILY_NAMES, "other"]
@@ -187,7 +124,7 @@ def group(runs: Sequence[RecordedRun]) -> list[RunGroup]:
     return [RunGroup(_label(one[0], firsts), tuple(one)) for one in ordered]
 
 
-def check_same_images(runs: Iterable[RecordedRun]) -> None:
+def check_same_images(runs: Iterable[Run]) -> None:
     """Check that finished runs are on the same built-in dataset, or on images of the same classes.
 
     Raises:
@@ -208,7 +145,7 @@ def baselines_at(groups: Sequence[RunGroup], fraction: float) -> dict[str, Estim
 
     Without an interval if all have the same value.
     """
-    by_repeat = {run.repeat: run.baselines for one in groups for run in one.at(fraction)}
+    by_repeat = {run.repeat: read_baselines(run.path) for one in groups for run in one.at(fraction)}
     estimates: dict[str, Estimate] = {}
     for name in dict.fromkeys(name for baselines in by_repeat.values() for name in baselines):
         values = [baselines[name] for baselines in by_repeat.values() if name in baselines]
@@ -216,17 +153,17 @@ def baselines_at(groups: Sequence[RunGroup], fraction: float) -> dict[str, Estim
     return estimates
 
 
-def _label(run: RecordedRun, others: Sequence[RecordedRun]) -> str:
+def _label(run: Run, others: Sequence[Run]) -> str:
     """A short unique name: family, else model, else model and differing settings, else folder."""
-    rivals = [other for other in others if other.model == run.model]
+    rivals = [other for other in others if other.model_name == run.model_name]
     if len(rivals) > 1:
-        values = differing_settings([other.settings() for other in rivals])
+        values = differing_settings([settings_of(other) for other in rivals])
         if len(values) > _MAX_SETTINGS:
             above = os.path.commonpath([other.path.absolute() for other in rivals])
             return os.path.relpath(run.path.absolute(), above)
-        return f"{run.model} ({_format_settings(run.settings(), list(values))})"
+        return f"{run.model_name} ({_format_settings(settings_of(run), list(values))})"
     alone = [other.family for other in others].count(run.family) == 1
-    return FAMILY_NAMES[run.family] if alone and run.family in FAMILY_NAMES else run.model
+    return FAMILY_NAMES[run.family] if alone and run.family in FAMILY_NAMES else run.model_name
 
 
 def differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -259,7 +196,7 @@ class BaselinePair:
     second: RunGroup
 
     @property
-    def runs(self) -> list[list[RecordedRun]]:
+    def runs(self) -> list[list[Run]]:
         """The runs of both groups."""
         return [self.first.at(self.fraction), self.second.at(self.fraction)]
 

@@ -5,16 +5,19 @@ A `Classifier` is a model with its preprocessing and class names.
 
 from __future__ import annotations
 
+import html
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from locality import checks
 from locality.checkpoints.formats import timm_preprocessing
 from locality.checkpoints.loading import load_weights, read, set_data_config
 from locality.checkpoints.native import ProblemType
@@ -22,11 +25,14 @@ from locality.checkpoints.onnx import open_graph
 from locality.checkpoints.registry import WEIGHT_FILES, detect_kind, graph_not_model, source
 from locality.data.config import Preprocessing
 from locality.data.decoding import BadImage, convert, to_rgb
-from locality.data.preprocessing import eval_transform, normalise
+from locality.data.folder import image_files, read_image
+from locality.data.memory import as_picture
+from locality.data.preprocessing import eval_transform, high_resolution_crop, normalise
 from locality.errors import NonFiniteLogits, UserError, prefix_errors, wrap_errors
 from locality.models import factory
 from locality.models.base import ImageClassifier
 from locality.models.factory import TimmModel
+from locality.templates import data_url
 
 _log = logging.getLogger("locality")
 
@@ -180,6 +186,34 @@ class Classifier:
         batch = normalise(pixels, self.preprocessing)
         return batch if self.model is None else batch.to(next(self.model.parameters()).device)
 
+    def predict(self, images: Any, top: int = 5) -> Any:
+        """The most likely classes of one or more images.
+
+        Args:
+            images: a file, PIL image, array (H, W) or (H, W, C) of 0 … 255, or tensor (C, H, W) of
+                0 … 1; or a list, batch or folder of these.
+            top: number of classes.
+
+        Returns:
+            a `Prediction`, or a list of them for a list, batch or folder.
+
+        Raises:
+            OSError, UserError: if an image cannot be read.
+        """
+        checks.integer("top", top, 1)
+        decoding = self.preprocessing.decoding
+        if isinstance(images, (str, Path)):
+            files = list(image_files([str(images)]))
+            if len(files) != 1 or Path(images).is_dir():
+                return self.predict(files, top)
+            images = read_image(files[0], decoding)
+        elif isinstance(images, Sequence) or getattr(images, "ndim", 0) == 4:
+            return [self.predict(image, top) for image in images]
+        images = to_rgb(as_picture(images), decoding)
+        (row,) = self([images])
+        crop = np.asarray(high_resolution_crop(images, self.preprocessing))
+        return Prediction(self.top_classes(row, top), crop)
+
     def label(self, index: int) -> str:
         """The name of a class, or its number if names are unknown."""
         return str(index) if self.classes is None else self.classes[index]
@@ -218,6 +252,31 @@ class Classifier:
         if self.model is None:
             raise graph_not_model(self.name)
         return self.model
+
+
+@dataclass(frozen=True, repr=False)
+class Prediction:
+    """The most likely classes of an image; a notebook shows both.
+
+    Attributes:
+        classes: name → probability, most likely first.
+        image: the cropped image, (H, W, 3) uint8.
+    """
+
+    classes: dict[str, float]
+    image: np.ndarray
+
+    def __repr__(self) -> str:
+        return "  ".join(f"{name} {100 * share:.1f}%" for name, share in self.classes.items())
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td style='text-align:left'>{html.escape(name)}</td><td>{100 * share:.1f}%</td>"
+            f"<td><meter value='{share:.3f}'></meter></td></tr>"
+            for name, share in self.classes.items()
+        )
+        shown = f"<img src='{data_url(self.image)}' width=160 style='image-rendering:pixelated'>"
+        return f"<div style='display:flex;gap:1rem'>{shown}<table>{rows}</table></div>"
 
 
 def default_preprocessing(given: Preprocessing | None, config: Any) -> Preprocessing:

@@ -50,7 +50,7 @@ from locality.models.base import ImageClassifier
 from locality.models.config import TimmConfig, signature_diff
 from locality.models.transformer import position_embedding
 from locality.models.variants import VARIANTS, identify, named
-from locality.runs import RunFolder
+from locality.runs import Run
 from locality.settings import from_dict
 
 Weights = dict[str, Tensor]
@@ -167,7 +167,7 @@ def _open_run(what: str, _: object) -> Opened:
 
     Uses the averaged weights if the run has them, since those are evaluated.
     """
-    run = RunFolder(what)
+    run = Run(what)
     state = load_best_state(run.path)
     content = run.read_settings({"model": {"name": str}, "input?": dict, "data": dict})
     classes, result = run.classes(), run.read_result()

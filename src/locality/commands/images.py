@@ -32,7 +32,7 @@ from locality.data.folder import check_root, image_files, read_image, short_name
 from locality.data.sources import ImageFingerprint
 from locality.errors import UserError, one_line, printable, require, some
 from locality.files import check_output, check_parent, csv_text, missing, write_atomic
-from locality.runs import RunFolder
+from locality.runs import Run
 from locality.settings import replace
 from locality.templates import write_page
 from locality.training.config import RunConfig
@@ -209,10 +209,10 @@ def evaluate(arguments: Sequence[str]) -> None:
         config = replace(config, _WHOLE)
     chosen = replace(config, overrides).data
     if model.kind == "run" and root is None and chosen.dataset == config.data.dataset:
-        RunFolder(model.what).check_images(chosen)
+        Run(model.what).check_images(chosen)
     check_root(chosen)
 
-    if model.kind == "run" and not RunFolder(model.what).is_finished:
+    if model.kind == "run" and not Run(model.what).is_finished:
         say(f"{model.what} has not finished; its last checkpoint is evaluated")
     opened = model.opened
     if overrides.keys() - {"data.root", "data.dataset"}:
@@ -279,7 +279,7 @@ def evaluate(arguments: Sequence[str]) -> None:
 
 def _moved(run: str, config: RunConfig, root: str) -> data.DataSplits | None:
     """The images in `root`, if they are the run's images moved there."""
-    folder, moved = RunFolder(run), dataclasses.replace(config.data, root=root)
+    folder, moved = Run(run), dataclasses.replace(config.data, root=root)
     with contextlib.suppress(UserError):
         splits = data.open_data(moved, config.seed, folder.recorded_classes())
         if ImageFingerprint.of(splits).fingerprint == (folder.read_result() or {}).get("images"):

@@ -21,7 +21,7 @@ from locality.files import missing, read_yaml
 from locality.machine import end_if_importing, is_main_process
 from locality.models.variants import PREFIX
 from locality.progress import doing
-from locality.runs import check_outside_runs, is_run_folder
+from locality.runs import Run, check_outside_runs, is_run_folder
 from locality.settings import flatten, replace, to_dict, to_yaml
 from locality.training.config import LENGTHS, RunConfig, read_config
 from locality.training.folder_checks import check_places
@@ -34,7 +34,6 @@ from locality.training.recipes import (
 )
 
 if TYPE_CHECKING:
-    from locality.trained import TrainedRun
     from locality.training.job import Job
 
 # Short options of frequent settings.
@@ -341,7 +340,7 @@ def fit(
     quiet: bool = False,
     on_evaluation: Callable[[dict[str, Any]], None] | None = None,
     **settings: Any,
-) -> TrainedRun:
+) -> Run:
     """Train like `locality train IMAGES`; other settings are chosen for the images and machine.
 
     The run folder is the same as the command's. Calling again resumes an interrupted run and opens
@@ -381,9 +380,7 @@ def fit(
     asked, found = what_to_train(os.fspath(images), weights is not None)
     job = prepare(asked or "digits", found | given, output, quiet)
     _train(job, quiet, started, on_evaluation)
-    from locality.trained import TrainedRun
-
-    return TrainedRun(job.folder.path)
+    return Run(job.folder.path)
 
 
 def recipes(arguments: Sequence[str]) -> None:
@@ -417,7 +414,7 @@ def demo(arguments: Sequence[str]) -> int | None:
 
     from locality.analysis.recording import record_missing
     from locality.report import build_report
-    from locality.runner.runs import Run, run_all
+    from locality.runner.runs import Request, run_all
 
     root = Path(options.output)
     check_outside_runs(root)
@@ -430,7 +427,7 @@ def demo(arguments: Sequence[str]) -> int | None:
         choices |= {"data.part": (0.25, 1.0), "data.split_seed": seed}
         config = recipe("digits", choices | length)
         name = f"{model}-{100 * fraction:g}pct-s{seed}"
-        runs.append(Run(name, config, root / "runs" / name))
+        runs.append(Request(name, config, root / "runs" / name))
     print(f"Training {len(runs)} models on handwritten digits, {options.jobs} at a time …")
     outcomes = run_all(runs, jobs=options.jobs)
     if failed := [outcome for outcome in outcomes if outcome.error is not None]:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from locality.analysis.measures import nonlocality_unit
-from locality.analysis.runs import RecordedRun, RunGroup, baselines_at
+from locality.analysis.runs import RunGroup, baselines_at
 from locality.analysis.runs import percent as percent
 from locality.analysis.statistics import Estimate, estimate, mean_curve
 from locality.figures.style import (
@@ -24,6 +24,7 @@ from locality.figures.style import (
     family_style,
     settings,
 )
+from locality.runs import Run
 
 PANEL = (4.4, 3.1)  # inches; readable on a phone
 
@@ -172,7 +173,7 @@ def _title_subset(axes: Axes, groups: Sequence[RunGroup], fraction: float) -> No
         axes.set_title(subset_label(fraction))
 
 
-def curve_of(run: RecordedRun, column: str) -> np.ndarray:
+def curve_of(run: Run, column: str) -> np.ndarray:
     """Steps and recorded values of `column`, (n, 2)."""
     points = [(row["step"], row[column]) for row in run.curve if "step" in row and column in row]
     return np.array(points).reshape(-1, 2)
@@ -180,7 +181,7 @@ def curve_of(run: RecordedRun, column: str) -> np.ndarray:
 
 def draw_curves(
     axes: Axes,
-    run: RecordedRun,
+    run: Run,
     columns: Mapping[str, str],
     best: Mapping[str, float] | None,
     y_label: str,
@@ -327,7 +328,7 @@ def label_axes(
         axes.legend(loc="best", fontsize=8)
 
 
-def _by_layer(runs: Sequence[RecordedRun], stage: str, name: str) -> dict[int, np.ndarray]:
+def _by_layer(runs: Sequence[Run], stage: str, name: str) -> dict[int, np.ndarray]:
     """A measure (seeds, heads) by layer, counted from 1, for layers that have it."""
     collected: dict[int, list[Any]] = {}
     for run in runs:

@@ -13,11 +13,10 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from locality.analysis.baselines import ADVICE
-from locality.analysis.pictures import LayerPicture, Pictures, data_url, load_pictures
-from locality.analysis.recording import MAX_MISTAKES, MISTAKES, recorded_trajectory
+from locality.analysis.pictures import LayerPicture, Pictures, load_pictures
+from locality.analysis.recording import MAX_MISTAKES, MISTAKES, PICTURES, recorded_trajectory
 from locality.analysis.runs import (
     BaselinePair,
-    RecordedRun,
     RunGroup,
     baseline_pairs,
     baselines_at,
@@ -32,8 +31,9 @@ from locality.errors import UserError, printable
 from locality.figures import charts, curves, style
 from locality.figures.style import inline_svg
 from locality.predictions import Predictions
+from locality.runs import Run
 from locality.settings import flatten
-from locality.templates import render, write_page
+from locality.templates import data_url, render, write_page
 from locality.training.config import read_config
 
 _IMAGES, _LAYERS, _HEADS = 3, 4, 4
@@ -232,9 +232,9 @@ def _attention_galleries(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
     seen: list[tuple[str, Pictures]] = []
     for one in groups:
         run = one.at(one.fractions[-1])[0]
-        pictures = run.pictures()
-        if pictures is not None and pictures.layers:
-            seen.append((f"{one.label_at(run.fraction)}, seed {run.seed}", pictures))
+        path = run.path / PICTURES
+        if path.exists() and (pictures := load_pictures(path)).layers:
+            seen.append((f"{one.label_at(run.fraction)}, seed {run.repeat[0]}", pictures))
     if not seen:
         return []
     first = seen[0][1]
@@ -286,14 +286,14 @@ def _box(layer: LayerPicture) -> str:
     )
 
 
-def _settings(run: RecordedRun) -> dict[str, Any]:
+def _settings(run: Run) -> dict[str, Any]:
     """A run's settings by dotted name, without those shown elsewhere on the page."""
     flat = flatten(run.config)
     shown = ("seed", "model.name", "data.fraction", "data.dataset")
     return {name: value for name, value in flat.items() if name not in shown}
 
 
-def _environments(runs: Sequence[RecordedRun]) -> list[tuple[dict[str, Any], int]]:
+def _environments(runs: Sequence[Run]) -> list[tuple[dict[str, Any], int]]:
     """Distinct environments (machine, versions) and the number of runs in each."""
     counted = Counter[str]()
     for run in runs:
@@ -324,7 +324,7 @@ _CURVES = {
 }
 
 
-def single_run(run: RecordedRun) -> dict[str, Any]:
+def single_run(run: Run) -> dict[str, Any]:
     """Template variables of a single run.
 
     Raises:
@@ -357,7 +357,7 @@ def single_run(run: RecordedRun) -> dict[str, Any]:
     return content
 
 
-def _from_predictions(run: RecordedRun, predictions: Predictions) -> dict[str, Any]:
+def _from_predictions(run: Run, predictions: Predictions) -> dict[str, Any]:
     rows = predictions.per_class()
     counts = run.class_counts()
     errors = [row["images"] + row["called"] - 2 * row["right"] for row in rows]
@@ -379,7 +379,7 @@ def _from_predictions(run: RecordedRun, predictions: Predictions) -> dict[str, A
     }
 
 
-def _mistakes(run: RecordedRun, predictions: Predictions) -> list[dict[str, Any]]:
+def _mistakes(run: Run, predictions: Predictions) -> list[dict[str, Any]]:
     """The most confident mistakes, with attention maps where recorded."""
     path = run.path / MISTAKES
     captured = load_pictures(path) if path.exists() else None
@@ -401,7 +401,7 @@ def _mistakes(run: RecordedRun, predictions: Predictions) -> list[dict[str, Any]
     ]
 
 
-def _thumbnail(file: Path, run: RecordedRun) -> str | None:
+def _thumbnail(file: Path, run: Run) -> str | None:
     """A thumbnail of an image, if its file exists inside the run's data folder."""
     root = run.config["data"].get("root")
     if not isinstance(root, str) or not file.is_file():

@@ -13,7 +13,7 @@ from locality.data import open_data
 from locality.data.datasets import verify
 from locality.data.sources import ImageFingerprint
 from locality.errors import UserError
-from locality.runner.runs import Run, content_folder
+from locality.runner.runs import Request, content_folder
 from locality.settings import replace
 from locality.training import RunConfig
 from locality.training.autofit import (
@@ -44,7 +44,7 @@ def comparison_runs(
     fractions: Sequence[float] = (1.0,),
     img_size: int | None = None,
     jobs: int = 2,
-) -> tuple[list[Run], str, float]:
+) -> tuple[list[Request], str, float]:
     """The runs of a comparison, what a centre crop drops of the images, as text, and the seconds
     that each run needs to read its images.
 
@@ -110,12 +110,12 @@ def comparison_runs(
                 title = f"{model} {100 * fraction:g}% {'fold' if folds else 'seed'} {number}"
                 # One folder per model, as the digest identifies weights by file name only.
                 own = folder / "runs" / model.replace("/", "-")
-                runs.append(Run(title, config, content_folder(own, config)))
+                runs.append(Request(title, config, content_folder(own, config)))
     _check_images(runs)
     return runs, said, reading
 
 
-def shortened(runs: Sequence[Run], seconds: float, jobs: int) -> list[Run]:
+def shortened(runs: Sequence[Request], seconds: float, jobs: int) -> list[Request]:
     """Runs of minutes, of which the comparison has spent `seconds`: at most half, shared alike."""
     share = seconds / math.ceil(len(runs) / jobs)
     return [
@@ -123,7 +123,7 @@ def shortened(runs: Sequence[Run], seconds: float, jobs: int) -> list[Run]:
     ]
 
 
-def expected_seconds(runs: Sequence[Run], jobs: int, starting: float, reading: float) -> float:
+def expected_seconds(runs: Sequence[Request], jobs: int, starting: float, reading: float) -> float:
     """Seconds of runs of minutes, with the time to start and to read the images for each.
 
     Args:
@@ -138,7 +138,7 @@ def expected_seconds(runs: Sequence[Run], jobs: int, starting: float, reading: f
     return before + sum(max(n - min(share, n / 2), reading) for n in lengths) / jobs
 
 
-def _check_images(runs: Sequence[Run]) -> None:
+def _check_images(runs: Sequence[Request]) -> None:
     """Check that the images are those of a run that has finished."""
     for run in runs:
         if run.is_finished():

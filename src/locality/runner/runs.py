@@ -30,14 +30,14 @@ from locality import checks, training
 from locality.errors import Interrupted, ProcessKilled, UserError, one_line
 from locality.machine import processors
 from locality.progress import format_duration
-from locality.runs import RunFolder, is_run_folder
+from locality.runs import Request, is_run_folder
 from locality.settings import settings_of
 from locality.training.config import RunConfig, identity, read_config
 from locality.training.cost import STEP_FORWARDS, estimate_cost
 
 
 @dataclass(frozen=True)
-class Run:
+class Request:
     """A requested training run.
 
     Attributes:
@@ -51,7 +51,7 @@ class Run:
     name: str
     config: RunConfig
     folder: Path
-    needs: tuple[Run, ...] = ()
+    needs: tuple[Request, ...] = ()
     spent: float = 0.0
 
     def result(self) -> dict[str, Any] | None:
@@ -60,7 +60,7 @@ class Run:
         Raises:
             UserError: the file exists but cannot be read.
         """
-        return RunFolder(self.folder).read_result()
+        return Request(self.folder).read_result()
 
     def is_finished(self) -> bool:
         """Whether the folder holds the result of this configuration."""
@@ -78,7 +78,7 @@ class Outcome:
         error: why the run has no result; None if it has one.
     """
 
-    run: Run
+    run: Request
     error: str | None = None
 
 
@@ -104,9 +104,9 @@ def content_folder(root: Path, config: RunConfig) -> Path:
     return root / f"{name}-{config.data.percent}-s{config.seed}-{digest(config)}"
 
 
-def with_needs(runs: Iterable[Run]) -> list[Run]:
+def with_needs(runs: Iterable[Request]) -> list[Request]:
     """Runs and their dependencies, each folder once, dependencies first."""
-    ordered: dict[Path, Run] = {}
+    ordered: dict[Path, Request] = {}
     for run in runs:
         for each in (*with_needs(run.needs), run):
             ordered.setdefault(each.folder, each)
@@ -137,7 +137,7 @@ class RunCost:
     problem: str | None = None
 
 
-def run_cost(run: Run, threads: int = 1) -> RunCost:
+def run_cost(run: Request, threads: int = 1) -> RunCost:
     """The cost of a run: recorded, or as by `estimate_cost`.
 
     Args:
@@ -161,7 +161,7 @@ def run_cost(run: Run, threads: int = 1) -> RunCost:
 
 
 def workload(
-    runs: Iterable[Run],
+    runs: Iterable[Request],
     jobs: int = 2,
     threads: int | None = None,
     each: bool = False,
@@ -209,7 +209,7 @@ def workload(
 _POLL_SECONDS = 0.2
 
 
-def execute(run: Run) -> str | None:
+def execute(run: Request) -> str | None:
     """Execute a run in this process, with its output redirected to `log_file`.
 
     Returns:
@@ -264,13 +264,13 @@ class LocalExecutor:
         gpus: list[str | None] = [*visible_gpus()] or [None]
         self._idle = [_Worker(threads, gpus[n % len(gpus)]) for n in reversed(range(jobs))]
 
-    def map(self, runs: Sequence[Run]) -> Iterator[Outcome]:
+    def map(self, runs: Sequence[Request]) -> Iterator[Outcome]:
         """Execute all runs and yield each outcome as the run ends, in any order.
 
         Closing the iterator stops the remaining runs, which save and can be resumed.
         """
         waiting = list(runs)
-        running: list[tuple[Run, _Worker]] = []
+        running: list[tuple[Request, _Worker]] = []
         try:
             while waiting or running:
                 while waiting and self._idle:
@@ -305,7 +305,7 @@ class _Worker:
         self._process: Any = None
         self._connection: Any = None
 
-    def start(self, run: Run) -> _Worker:
+    def start(self, run: Request) -> _Worker:
         if self._process is None or not self._process.is_alive():
             # A forked child would inherit locks of other threads.
             context = multiprocessing.get_context("spawn")
@@ -364,7 +364,7 @@ def _exit_with_parent() -> None:
 
 
 def run_all(
-    runs: Iterable[Run],
+    runs: Iterable[Request],
     jobs: int = 2,
     executor: Any = None,
     threads: int | None = None,
@@ -414,7 +414,7 @@ def run_all(
     return [Outcome(run, outcomes[run.folder].error) for run in runs]
 
 
-def _failed(run: Run, outcomes: Mapping[Path, Outcome]) -> str | None:
+def _failed(run: Request, outcomes: Mapping[Path, Outcome]) -> str | None:
     """Why a run cannot start because of a failed dependency, or None."""
     for needed in run.needs:
         error = outcomes[needed.folder].error

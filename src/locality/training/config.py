@@ -19,7 +19,7 @@ from locality.data.config import AugmentConfig, DataConfig, InputConfig
 from locality.errors import UserError, prefix_errors
 from locality.models.config import CvTConfig, TimmConfig, ViTConfig
 from locality.models.variants import named, variant
-from locality.runs import RunFolder
+from locality.runs import Run
 from locality.settings import check, setting
 
 Precision = Literal["auto", "fp32", "bf16-mixed", "fp16-mixed"]
@@ -240,7 +240,7 @@ def read_config(folder: Path | str) -> RunConfig:
     Raises:
         UserError: if this is not a run folder, or its configuration cannot be read.
     """
-    run = RunFolder(folder)
+    run = Run(folder)
     with prefix_errors(run.config_file):
         return settings.from_dict(RunConfig, run.read_settings())
 

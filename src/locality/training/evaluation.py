@@ -26,7 +26,7 @@ from locality.errors import UserError, counted, some
 from locality.layers.block import switched
 from locality.models import count_macs
 from locality.predictions import Predictions
-from locality.runs import RunFolder
+from locality.runs import Run
 from locality.training import devices
 from locality.training.config import Precision, read_config
 
@@ -49,7 +49,7 @@ def evaluate_run(
     config = read_config(Path(folder))
     opened = open_model(folder)
     if data is None and options.get("splits") is None:
-        RunFolder(folder).check_images(config.data)
+        Run(folder).check_images(config.data)
         options["splits"] = open_for(opened, config.data, config.seed, recorded=True)
     return evaluate_opened(opened, data or config.data, seed=config.seed, **options)
 
@@ -280,7 +280,7 @@ def calibrate(
         return F.cross_entropy(logits / math.exp(log), targets).item()
 
     temperature = math.exp(minimize_scalar(loss, bounds=(-4, 4), method="bounded").x)
-    run = RunFolder(folder)
+    run = Run(folder)
     content = {"temperature": temperature, "images": len(targets)}
     run.write_json(run.calibration_file, content)
     return temperature, (logits / temperature).softmax(1).amax(1).double().numpy()

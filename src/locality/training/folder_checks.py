@@ -16,7 +16,7 @@ from locality.checkpoints.registry import detect_kind
 from locality.data.config import DataConfig
 from locality.data.sources import ImageFingerprint
 from locality.errors import UserError, prefix_errors, some, wrap_errors
-from locality.runs import RunFolder, check_outside_runs, is_run_folder
+from locality.runs import Run, check_outside_runs, is_run_folder
 from locality.settings import differences
 from locality.training.config import RunConfig, identity, read_config
 
@@ -31,7 +31,7 @@ def check_places(config: RunConfig, folder: Path) -> None:
         with wrap_errors("weights", FileNotFoundError), prefix_errors("weights"):
             detect_kind(config.weights, config.entry)
     if is_run_folder(folder):
-        RunFolder(folder).check_images(config.data)
+        Run(folder).check_images(config.data)
     check_folder(folder, config)
 
 
@@ -70,7 +70,7 @@ def check_same(folder: Path, before: RunConfig, now: RunConfig) -> None:
 
 
 def check_decay(
-    folder: RunFolder, config: RunConfig, step: int, recorded: tuple[int, int] | None = None
+    folder: Run, config: RunConfig, step: int, recorded: tuple[int, int] | None = None
 ) -> None:
     """Check that nobody has edited the decay of a run of minutes.
 
@@ -101,7 +101,7 @@ def writing(folder: Path) -> AbstractContextManager[None]:
     return wrap_errors(f"run folder {folder} cannot be written to; {remedy}", OSError)
 
 
-def check_space(folder: RunFolder, checkpoint_bytes: int, best: bool = False) -> None:
+def check_space(folder: Run, checkpoint_bytes: int, best: bool = False) -> None:
     """Check that the disk has room for all checkpoints of the run."""
     there = sum(file.stat().st_size for file in folder.checkpoints.glob("*.ckpt"))
     needed = (3 + best) * checkpoint_bytes - there
@@ -114,7 +114,7 @@ def check_space(folder: RunFolder, checkpoint_bytes: int, best: bool = False) ->
 
 
 def check_images(
-    folder: RunFolder, config: DataConfig, images: ImageFingerprint, before: str | None
+    folder: Run, config: DataConfig, images: ImageFingerprint, before: str | None
 ) -> list[str]:
     """Compare a run's recorded images with the current ones; returns notes on differences.
 

@@ -18,7 +18,7 @@ from locality.data.sources import Examined, ImageFingerprint, kept_bytes
 from locality.errors import UserError, wrap_errors
 from locality.models import ImageClassifier, count_macs, count_parameters
 from locality.progress import doing
-from locality.runs import RunFolder
+from locality.runs import Run
 from locality.settings import replace
 from locality.training import devices
 from locality.training.config import RunConfig
@@ -67,7 +67,7 @@ class Job:
         splits: DataSplits | None = None,
         notes: Sequence[str] = (),
     ) -> None:
-        self.config, self.folder, self.notes = config, RunFolder(folder), [*notes]
+        self.config, self.folder, self.notes = config, Run(folder), [*notes]
         self.probe: Probe | None = None
         if splits is not None:
             self.splits = splits

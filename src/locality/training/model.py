@@ -17,7 +17,7 @@ from locality.data.config import check_rgb
 from locality.errors import prefix_errors
 from locality.models import ImageClassifier, build
 from locality.models.variants import nearest
-from locality.runs import RunFolder
+from locality.runs import Run
 from locality.settings import to_dict
 from locality.training.config import RunConfig, read_config
 
@@ -119,7 +119,7 @@ def initial_model(folder: Path | str) -> ImageClassifier:
     Raises:
         UserError: if the folder is not a run folder.
     """
-    run = RunFolder(folder)
+    run = Run(folder)
     return initialize_model(read_config(folder), run.classes())[0].eval()
 
 
@@ -129,7 +129,7 @@ def open_run_data(folder: Path | str) -> DataSplits:
     Raises:
         UserError: if they can no longer be read.
     """
-    run, config = RunFolder(folder), read_config(folder)
+    run, config = Run(folder), read_config(folder)
     run.check_images(config.data)
     return open_data(config.data, config.seed, run.classes())
 

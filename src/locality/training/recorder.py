@@ -20,7 +20,7 @@ from locality.errors import printable
 from locality.files import atomic_file, csv_text, naming, number, read_rows, write_atomic
 from locality.models import ImageClassifier
 from locality.progress import SECONDS, format_duration, repeating
-from locality.runs import RunFolder
+from locality.runs import Run
 from locality.settings import to_yaml
 from locality.training.evaluation import PredictionCollector
 from locality.training.job import Job
@@ -116,7 +116,7 @@ class Recorder:
         self._timing = Table(folder.timing_file, TIMING, before)
 
     @property
-    def _folder(self) -> RunFolder:
+    def _folder(self) -> Run:
         """The folder to write to, checked to be in place."""
         self._job.folder.lock.check()
         return self._job.folder

@@ -8,7 +8,7 @@ import yaml
 from locality.cli import main
 from locality.errors import UserError
 from locality.files import read_rows
-from locality.runs import RunFolder
+from locality.runs import Run
 from locality.settings import replace
 from locality.training.config import read_config
 from locality.training.loop import Loop
@@ -62,7 +62,7 @@ def test_what_was_found_is_ready_to_train(found, tmp_path):
     folder, result = found
     command = ["train", "--config", str(folder / "chosen.yaml"), "--output", str(tmp_path / "run")]
     assert main([*command, "--quiet"]) == 0
-    run = RunFolder(tmp_path / "run")
+    run = Run(tmp_path / "run")
     assert run.read_result()["macs"] == result["macs"]
     data = read_config(run.path).data
     assert (data.train_part, data.val_part) == ((0.0, 0.2), None)
