@@ -23,13 +23,13 @@ IMAGENET, IMAGENET_22K = 1_281_167, 14_197_122
 # Recipe, model, images seen in training, pixels, classes. CvT-W24 is pre-trained, then fine-tuned.
 RUNS = [
     *(
-        ("deit_300", f"{family}_{size}", 300 * IMAGENET, 224, 1000)
+        ("`deit_300`", f"{family}_{size}", 300 * IMAGENET, 224, 1000)
         for family in ("deit", "convit")
         for size in ("tiny", "small", "base")
     ),
-    *(("cvt_300", name, 300 * IMAGENET, 224, 1000) for name in ("cvt_13", "cvt_21")),
-    ("cvt_22k", "cvt_w24", 90 * IMAGENET_22K, 224, 21_841),
-    ("finetune_384", "cvt_w24", 20_000 * 512, 384, 1000),
+    *(("`cvt_300`", name, 300 * IMAGENET, 224, 1000) for name in ("cvt_13", "cvt_21")),
+    ("ImageNet-22k", "cvt_w24", 90 * IMAGENET_22K, 224, 21_841),
+    ("384 px", "cvt_w24", 20_000 * 512, 384, 1000),
 ]
 # Measured models of each family, and which of the record's contenders is meant.
 MEASURED = {
@@ -78,7 +78,7 @@ def table() -> str:
         fraction = fraction_of_peak(model, cost)
         hours = images * cost / (GPUS * PEAK * fraction) / 3600
         cells = f"{images * cost / 1e18:.3g}·10¹⁸", f"{100 * fraction:.1f}%", f"{hours:.3g}"
-        lines.append(f"| `{recipe}` | `{model}` | {' | '.join(cells)} |")
+        lines.append(f"| {recipe} | `{model}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

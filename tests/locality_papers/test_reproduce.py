@@ -11,8 +11,9 @@ import pytest
 
 from locality.data import DataConfig, open_data
 from locality.errors import UserError
-from locality.runner.runs import with_needs
+from locality.runner.runs import digest, with_needs
 from locality_papers import published
+from locality_papers.cvt_accuracy import finetune_384, pretrained
 from locality_papers.experiment import REGISTRY, built
 from locality_papers.names import titles
 from locality_papers.reproduce import find, names, reproduce
@@ -41,6 +42,15 @@ def test_names_may_be_a_paper_and_unknown_ones_are_refused_with_the_nearest():
     assert get_scale("imagenet", Path("runs"), {"imagenet22k": "photos"}).root_of("imagenet22k")
     with pytest.raises(UserError, match="digits"):
         get_scale("digit", Path("runs"))
+
+
+def test_the_identities_of_the_papers_runs_never_change():
+    scale = get_scale("imagenet", Path("runs"))
+    start = pretrained(scale, "CvT-W24", 0)
+    assert digest(scale.base("ConViT-S+")) == "dbaeabb033b4"
+    assert digest(start.config) == "3c75ec9e15e9"
+    assert digest(finetune_384("cvt_13", "cvt_13.ms_in1k", "imagenet")) == "32a55e27e8b2"
+    assert digest(finetune_384("cvt_w24", "w/x", "pets")) == "26cfcce78653"
 
 
 @pytest.fixture(scope="module", params=SCALES)

@@ -54,14 +54,8 @@ IDENTITIES = """\
 248cb8a3360e convit_cifar
 faf478ee1ea2 cvt_cifar
 f19355b690f9 deit_300
-dbaeabb033b4 deit_300_plus
-66e5dc1be3d3 distill_hard
-1f903f342794 subset
-fcb860ae883a imagenet100
-915c14c2836c cifar100_224
+1f903f342794 deit_300 {data.fraction: 0.1, schedule.constant_images: true}
 e26ee6762184 cvt_300
-3c75ec9e15e9 cvt_22k
-32a55e27e8b2 finetune_384
 966723668c16 digits {seed: 7, data.fraction: 0.05}
 6cd6958c37ba digits {model.name: deit_nano, data.part: [0.25, 1.0]}
 24ab61fd014d digits {model.locality_strength: 2.0}

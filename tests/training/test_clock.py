@@ -183,6 +183,6 @@ def test_settings_that_contradict_the_clock_are_refused(changes, name):
 
 
 def test_recipes_can_be_timed():
-    for name in ("digits", "deit_300", "finetune", "subset"):
+    for name in ("digits", "deit_300", "finetune"):
         config = recipe(name, {"schedule.minutes": 3})
         assert config.schedule.unit == "minutes" and config.schedule.patience is None

@@ -30,7 +30,7 @@ from locality import checks, training
 from locality.errors import Interrupted, ProcessKilled, UserError, one_line
 from locality.machine import processors
 from locality.progress import format_duration
-from locality.runs import Request, is_run_folder
+from locality.runs import Run, is_run_folder
 from locality.settings import settings_of
 from locality.training.config import RunConfig, identity, read_config
 from locality.training.cost import STEP_FORWARDS, estimate_cost
@@ -60,7 +60,7 @@ class Request:
         Raises:
             UserError: the file exists but cannot be read.
         """
-        return Request(self.folder).read_result()
+        return Run(self.folder).read_result()
 
     def is_finished(self) -> bool:
         """Whether the folder holds the result of this configuration."""

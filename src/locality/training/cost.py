@@ -26,8 +26,6 @@ from locality.training.optim import Plan, create_optimizer, make_plan
 STEP_FORWARDS = 3
 """A training step costs one forward pass, and two for the gradients."""
 
-# Training images, validation images and classes, as in `DATASETS`.
-_IMAGENET_22K = (14_197_122, 70_986, 21_841)
 # Multiply-accumulates of a timed step; a larger step is timed on a part of its batch.
 _TIMING_MACS = 2e10
 _TIMING_STEPS = 3
@@ -132,7 +130,6 @@ def image_counts(config: RunConfig) -> tuple[int, int, int]:
     """
     data = config.data
     known = DATASETS[data.dataset].images
-    known = _IMAGENET_22K if config.recipe == "cvt_22k" else known
     if known is not None:
         images, classes, evaluated = known[0], known[2], float(known[1])
         share = data.part[1] - data.part[0]

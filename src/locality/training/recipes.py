@@ -17,7 +17,7 @@ from typing import Any
 
 from locality.checks import ImageSize, typed
 from locality.data.config import AugmentConfig, DataConfig, InputConfig
-from locality.errors import UserError, lookup
+from locality.errors import lookup
 from locality.models.config import to_2tuple
 from locality.models.variants import PREFIX, named, variant
 from locality.settings import replace, settings_of
@@ -110,8 +110,8 @@ def fashion_mnist(model: str = "convit_nano") -> RunConfig:
 def convit_cifar(model: str = "convit_micro", dataset: str = "cifar100") -> RunConfig:
     """CIFAR-100 or CIFAR-10 at its own 32×32 pixels, for ConViT and DeiT, on one GPU.
 
-    Published: DeiT's recipe unchanged, for 1000 epochs at 224 pixels (appendix C), which is
-    `cifar100_224`; nothing at 32 pixels. Kept from it: AdamW, weight decay, cosine, warm-up, mixup,
+    Published: DeiT's recipe unchanged, for 1000 epochs at 224 pixels (appendix C), nothing at 32
+    pixels. Kept from it: AdamW, weight decay, cosine, warm-up, mixup,
     cutmix, RandAugment, erasing, label smoothing and stochastic depth.
 
     Our choice: 8×8 patches of 4 pixels and a model of 2 million parameters, a fifteenth of the
@@ -140,8 +140,8 @@ def convit_cifar(model: str = "convit_micro", dataset: str = "cifar100") -> RunC
 def cvt_cifar(model: str = "cvt_micro", dataset: str = "cifar100") -> RunConfig:
     """CIFAR-100 or CIFAR-10 from scratch at its own 32×32 pixels, for CvT, on one GPU.
 
-    Published: transfer from ImageNet-22k to CIFAR at 384 pixels (Table 4), which is `finetune_384`;
-    nothing from scratch or at 32 pixels. Kept from the ImageNet recipe: what it shares with DeiT's,
+    Published: transfer from ImageNet-22k to CIFAR at 384 pixels (Table 4); nothing
+    from scratch or at 32 pixels. Kept from the ImageNet recipe: what it shares with DeiT's,
     and weight decay 0.05.
 
     Our choice: strides of 2, 2 and 1 instead of 4, 2 and 2, so that the stages have 16×16, 8×8 and
@@ -162,6 +162,9 @@ def deit_300(model: str = "convit_small") -> RunConfig:
     The learning rate is 5e-4 per 512 images, so 1e-3 at the batch of 1024. The cosine spans all 300
     epochs, of which the first 5 are warm-up; timm's 10 epochs of cool-down would follow, but the
     released code never runs them. Weight decay applies to v_pos as in that code.
+
+    Wider "+" models take 4e-4 at a batch of 512 (§3). On a fraction of the images,
+    `--schedule.constant_images true` shows as many (Table 2): see docs/training.md.
 
     Differs from the released code: the learning rate follows the step, theirs the previous epoch
     (epochs 0 and 1 both train at 1e-6); class token and position embedding have no weight decay,
@@ -184,64 +187,6 @@ def deit_300(model: str = "convit_small") -> RunConfig:
         objective=ObjectiveConfig(label_smoothing=0.1),
         engine=EngineConfig(batch_size=1024),
     )
-
-
-def deit_300_plus(model: str = "convit_small_plus") -> RunConfig:
-    """`deit_300` for the wider "+" models: 4e-4 at a batch of 512 (ConViT §3).
-
-    Command: `locality train deit_300_plus --data.root IMAGENET`
-    Cost: 23 exaFLOPs for `convit_small_plus`.
-    Expect: top-1 76.7 (`convit_tiny_plus`), 82.2 (`convit_small_plus`), 82.5 (`convit_base_plus`).
-    """
-    return _as(deit_300(model), "deit_300_plus", optim={"lr": 4e-4}, engine={"batch_size": 512})
-
-
-def distill_hard(model: str = "convit_small_plus", teacher: str = "timm/regnety_160") -> RunConfig:
-    """`deit_300_plus` with a teacher's predicted class as half of the target (ConViT app. B).
-
-    The teacher (a run, a timm model, …) sees images at its own normalisation and size.
-
-    Command: `locality train distill_hard --data.root IMAGENET`
-    Cost: 1.5 times that of `deit_300_plus`, because of the teacher's forward passes.
-    Expect: top-1 82.9 (Table 4; 82.2 without the teacher).
-    """
-    return _as(deit_300_plus(model), "distill_hard", objective={"teacher": teacher})
-
-
-def subset(model: str = "convit_small") -> RunConfig:
-    """`deit_300` on a fraction f of each class, for 300 / f epochs (ConViT Table 2).
-
-    The number of images seen, the schedule and the cost are those of `deit_300`.
-
-    Command: `locality train subset --data.fraction 0.05 --data.root IMAGENET`, and
-    `--data.subset sorted` for the files that the released code uses.
-    Cost: 13 exaFLOPs for `convit_small`, whatever the fraction.
-    Expect: top-1 of ConViT-S (DeiT-S) 47.8 (34.8) at 5%, 59.6 (48.0) at 10%, 73.7 (66.1) at 30%,
-    78.2 (74.6) at 50%.
-    """
-    data, schedule = {"fraction": 0.1}, {"constant_images": True}
-    return _as(deit_300(model), "subset", data=data, schedule=schedule)
-
-
-def imagenet100(model: str = "convit_small_plus") -> RunConfig:
-    """`deit_300_plus` on the first 100 classes of ImageNet (ConViT Figs. 8 and 12).
-
-    Command: `locality train imagenet100 --data.root IMAGENET`
-    Cost: 2.3 exaFLOPs for `convit_small_plus`.
-    Expect: curves in Figs. 8 and 12; the paper prints no table.
-    """
-    return _as(deit_300_plus(model), "imagenet100", data={"dataset": "imagenet100"})
-
-
-def cifar100_224(model: str = "convit_tiny_plus") -> RunConfig:
-    """`deit_300_plus` on CIFAR-100 enlarged to 224 pixels, for 1000 or 3000 epochs (Fig. 11).
-
-    Command: `locality train cifar100_224 --data.root DATA --data.download true`
-    Cost: 0.6 exaFLOPs for `convit_tiny_plus` and 1000 epochs.
-    Expect: top-1 82.1 with 10 M parameters after 1000 epochs (appendix C).
-    """
-    data, schedule = {"dataset": "cifar100"}, {"epochs": 1000, "eval_every": 10}
-    return _as(deit_300_plus(model), "cifar100_224", data=data, schedule=schedule)
 
 
 def cvt_300(model: str = "cvt_13") -> RunConfig:
@@ -268,72 +213,6 @@ def cvt_300(model: str = "cvt_13") -> RunConfig:
         schedule=ScheduleConfig(epochs=300, steps=None, warmup=5, eval_every=1),
         objective=ObjectiveConfig(label_smoothing=0.1),
         engine=EngineConfig(batch_size=2048, channels_last=True),
-    )
-
-
-def cvt_22k(model: str = "cvt_w24") -> RunConfig:
-    """Pre-training on ImageNet-22k at 224 pixels, before `finetune_384` (CvT §4.1).
-
-    The paper does not give the number of epochs; 90 is ViT's on the same data.
-
-    Command: `locality train cvt_22k --data.root IMAGENET22K`, or `--data.dataset arrow` for a
-    folder in Arrow format. If the folder has no val/, `--data.val_fraction` of each class is held
-    out.
-    Cost: 470 exaFLOPs for `cvt_w24`, 35 for `cvt_13`.
-    Expect: top-1 on ImageNet-1k after fine-tuning 87.7 (`cvt_w24`), 84.9 (`cvt_21`), 83.3
-    (`cvt_13`).
-    """
-    data = {"dataset": "folder", "val_fraction": 0.005}
-    return _as(cvt_300(model), "cvt_22k", data=data, schedule={"epochs": 90})
-
-
-# Updates by dataset (CvT §4.1); a custom dataset counts as a small one.
-_FINETUNE_STEPS = {
-    "imagenet": 20_000,
-    **dict.fromkeys(("cifar10", "cifar100"), 10_000),
-    **dict.fromkeys(("pets", "flowers102", "folder", "table", "arrow"), 500),
-}
-_FINETUNED_FROM = {model: f"{model}.ms_in1k" for model in ("cvt_13", "cvt_21")}
-
-
-def finetune_384(
-    model: str = "cvt_13", weights: str | None = None, dataset: str = "imagenet"
-) -> RunConfig:
-    """Fine-tuning at 384 pixels (CvT §4.1, Tables 3 and 4).
-
-    SGD with momentum 0.9 and a cosine at a batch of 512, for 20,000 steps on ImageNet, 10,000 on
-    CIFAR, 500 on Pets and Flowers-102. The papers give neither learning rate nor clipping; ViT,
-    whose fine-tuning CvT adopts, clips at 1 and searches rates around 0.01. Evaluation squashes the
-    image to a square, as the released code does at 384 pixels.
-
-    Differs from the released code, which fine-tunes on random crops of the resized image (here, on
-    random areas of it), and resamples position embeddings linearly (here, bicubically).
-
-    Command: `locality train finetune_384 --weights RUN --data.root IMAGENET`, where RUN is a
-    run folder (such as of `cvt_22k`), a file, or the name of public weights; CvT-13 and -21 default
-    to the public ImageNet-1k weights.
-    Cost: 1 exaFLOP for `cvt_13` and 20,000 steps.
-    Expect: top-1 83.0 on ImageNet from `cvt_300`'s CvT-13, 83.3 from ImageNet-22k; from the latter,
-    CIFAR-10 98.83, CIFAR-100 91.11, Pets 93.25, Flowers-102 99.50 (Table 4).
-    """
-    steps = lookup("target of finetune_384", dataset, _FINETUNE_STEPS)
-    weights = weights or _FINETUNED_FROM.get(model)
-    if weights is None:
-        raise UserError(
-            f"finetune_384 has no public weights of {model} to start from; give weights"
-        )
-    return RunConfig(
-        recipe="finetune_384",
-        weights=weights,
-        model=named(model, img_size=384),
-        data=DataConfig(dataset, workers=8),
-        input=InputConfig(crop_pct=1.0, crop_mode="squash"),
-        augment=AugmentConfig(crop="resized", scale=(0.25, 1.0), hflip=0.5),
-        optim=OptimConfig("sgd", lr=0.01, weight_decay=0.0, momentum=0.9, clip_grad=1.0),
-        schedule=ScheduleConfig(
-            steps=steps, warmup=steps // 40, warmup_lr=0.0, min_lr=0.0, eval_every=steps / 20
-        ),
-        engine=EngineConfig(batch_size=512, channels_last=True),
     )
 
 
@@ -456,14 +335,7 @@ RECIPES: dict[str, Callable[..., RunConfig]] = {
         convit_cifar,
         cvt_cifar,
         deit_300,
-        deit_300_plus,
-        distill_hard,
-        subset,
-        imagenet100,
-        cifar100_224,
         cvt_300,
-        cvt_22k,
-        finetune_384,
         photos,
         photo_weights,
         finetune,
@@ -487,7 +359,6 @@ _CHOICES = {
     "img_size": "model.img_size",
     "weights": "weights",
     "dataset": "data.dataset",
-    "teacher": "objective.teacher",
 }
 
 
