@@ -78,7 +78,9 @@ IPV6 = socket.has_ipv6 and any(
 @pytest.fixture(scope="module")
 def model(tmp_path_factory, shaken):
     folder = tmp_path_factory.mktemp("serve") / "saved"
-    return save(shaken(locality.create_model("convit_nano")), folder, classes=CLASSES)
+    model = shaken(locality.create_model("convit_nano"))
+    model.temperature = 2.5
+    return save(model, folder, classes=CLASSES)
 
 
 @contextlib.contextmanager
@@ -140,6 +142,11 @@ def test_it_predicts_what_the_model_does(ask, process, model):
         shares = {row["name"]: row["probability"] for row in json.loads(content)["classes"]}
         (row,) = classifier([Image.open(io.BytesIO(image)).convert("RGB")])
         assert shares == pytest.approx(classifier.top_classes(row), rel=1e-4)
+    (logits,) = classifier.logits(
+        classifier.prepare([Image.open(io.BytesIO(image)).convert("RGB")])
+    )
+    calibrated = (logits / 2.5).softmax(dim=0).max().item()
+    assert max(shares.values()) == pytest.approx(calibrated, rel=1e-4)
 
 
 def test_photographs_are_turned_as_they_were_held(ask):

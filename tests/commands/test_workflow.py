@@ -7,11 +7,14 @@ import shlex
 import shutil
 from pathlib import Path
 
+import lightning_fabric.loggers
 import numpy as np
 import pytest
 from PIL import Image
+from sklearn import metrics
 from sklearn.datasets import load_digits
 
+import locality
 from locality import settings
 from locality.checkpoints import open_model
 from locality.checkpoints.run_state import LAST, load_best_state, write_checkpoint
@@ -43,7 +46,10 @@ def images(tmp_path_factory):
 
 
 def test_calibrated_probabilities_are_one_everywhere(run, images, tmp_path, cli):
-    """In the folder, a saved copy and its pipeline's logits, Python and the prediction."""
+    """In the folder, a saved copy, its pipeline, the graph and Python (`serve`: its own tests)."""
+    transformers = pytest.importorskip("locality.transformers")
+    from transformers import pipeline
+
     shutil.copytree(run, tmp_path / "run")
     before = json.loads(cli("eval", tmp_path / "run", "--json").out)
     assert "temperature" in cli("eval", tmp_path / "run", "--calibrate").err
@@ -52,18 +58,83 @@ def test_calibrated_probabilities_are_one_everywhere(run, images, tmp_path, cli)
     kept = json.loads((tmp_path / "run/calibration.json").read_text())["temperature"]
     assert kept != 1 and open_model(tmp_path / "run").temperature == kept
     cli("convert", tmp_path / "run", tmp_path / "saved")
+    cli("export", tmp_path / "run", tmp_path / "a.onnx")
     (image, *_) = sorted(images.iterdir())
     rows = [
         json.loads(cli("predict", tmp_path / each, image, "--json").out)["classes"]
-        for each in ("run", "saved")
+        for each in ("run", "saved", "a.onnx")
     ]
-    assert rows[0] == pytest.approx(rows[1], abs=1e-6)
+    model, processor = transformers.from_locality(tmp_path / "run")
+    classify = pipeline("image-classification", model=model, image_processor=processor)
+    with Image.open(image) as picture:
+        answers = classify(picture.convert("RGB"))
+    rows.append({answer["label"]: answer["score"] for answer in answers})
+    for row in rows[1:]:
+        assert rows[0] == pytest.approx(row, abs=1e-6)
     opened = open_model(run)
     with Image.open(image) as picture:
         logits = opened.logits(opened.prepare([picture]))
     expected = (logits / kept).softmax(1).amax().item()
     assert max(rows[0].values()) == pytest.approx(expected, abs=1e-6)
     assert cli("eval", run, "--calibrate", "--tta", "flip", code=2).err.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [(12, 12), (9, 9, 9), (70, 9, 6)])
+def test_a_runs_means_over_classes_are_scikit_learns(counts, class_folders, tmp_path, cli):
+    photos = class_folders(tmp_path / "photos", dict(zip("abc", counts, strict=False)))
+    short = ("--from", "scratch", "--model", "convit_nano", "--steps", 3, "--quiet")
+    cli("train", photos, *short, "--data.val_fraction", 0.34, "--output", tmp_path / "run")
+    result = Run(tmp_path / "run").read_result()
+    found = json.loads(cli("eval", tmp_path / "run", "--json").out)
+    rows = list(csv.DictReader((tmp_path / "run/predictions.csv").open()))
+    pairs = [row["label"] for row in rows], [row["prediction"] for row in rows]
+    expected = {
+        "top1": metrics.accuracy_score(*pairs),
+        "balanced_accuracy": metrics.balanced_accuracy_score(*pairs),
+        "macro_f1": metrics.f1_score(*pairs, average="macro"),
+    }
+    for name, share in expected.items():
+        assert found[name] == pytest.approx(result[name]) == pytest.approx(100 * share), name
+    names = [row["name"] for row in found["classes"]]
+    each = metrics.precision_recall_fscore_support(*pairs, labels=names, zero_division=0)
+    for name, shares in zip(("precision", "recall", "f1"), each, strict=False):
+        of_classes = [row[name] or 0 for row in found["classes"]]
+        assert of_classes == pytest.approx(100 * shares), name
+
+
+@pytest.mark.parametrize("kind", ["CSVLogger", "TensorBoardLogger"])
+def test_a_loggers_files_are_the_rows_of_metrics(kind, class_folders, tmp_path):
+    if kind == "TensorBoardLogger":
+        pytest.importorskip("tensorboard")
+    logger = getattr(lightning_fabric.loggers, kind)(tmp_path / "logs")
+    photos = class_folders(tmp_path / "photos", {"a": 8, "b": 8})
+    short = {"weights": "scratch", "steps": 4, "schedule__eval_every": 2, "quiet": True}
+    run = locality.fit(
+        photos,
+        "convit_nano",
+        output=tmp_path / "run",
+        on_evaluation=lambda row: logger.log_metrics(row, row["step"]),
+        **short,
+    )
+    logger.finalize("success")
+    curve = run.curve
+    assert [row["step"] for row in curve] == [2, 4]
+    for row in curve:
+        assert _logged(Path(logger.log_dir), row["step"]) == pytest.approx(row, rel=1e-6)
+
+
+def _logged(folder, step):
+    """What a logger has written of one step, by name."""
+    if (folder / "metrics.csv").exists():
+        rows = csv.DictReader((folder / "metrics.csv").open())
+        (row,) = (row for row in rows if int(float(row["step"])) == step)
+        return {name: float(value) for name, value in row.items() if value}
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder)).Reload()
+    tags = events.Tags()["scalars"]
+    return {tag: each.value for tag in tags for each in events.Scalars(tag) if each.step == step}
 
 
 def test_an_unsure_prediction_is_unknown(run, images, tmp_path, cli):
@@ -104,6 +175,12 @@ def test_a_class_map_names_the_outputs_of_weights_without_names(run, tmp_path, c
     cli("eval", weights[0], tmp_path / "photos", *weights[1:], "--predictions", tmp_path / "p.csv")
     (header, *_) = (tmp_path / "p.csv").read_text().splitlines()
     assert header.split(",")[3:] == names
+    cli("convert", weights[0], tmp_path / "saved", *weights[1:])
+    saved = ("predict", tmp_path / "photos/class 3/000.png", "--model", tmp_path / "saved")
+    assert cli(*saved).out.splitlines() == [row]
+    assert (
+        "--to locality" in cli("convert", *weights, tmp_path / "t.pth", "--to", "timm", code=2).err
+    )
     for text in ("a\nb", "a\n" * 10):
         (tmp_path / "map.txt").write_text(text)
         assert "10 outputs" in cli("predict", tmp_path, "--model", *weights, code=2).err

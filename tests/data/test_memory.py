@@ -68,6 +68,8 @@ def test_splits_keep_their_names(tmp_path):
         (7, "an? int is not images; give a folder"),
         ([1, 2], "not an image and a class"),
         ((PIXELS, np.eye(8)), "not an image and a class"),
+        ((PIXELS, [["a", "b"]] * 8), "one class an image"),
+        ((PIXELS, ["a", "b", "a;b", "c"] * 2), "several classes, 'a;b'"),
         ((PIXELS, ["a/b"] * 8), "cannot be a folder's name"),
         ((PIXELS.astype(float), LABELS), "not float64"),
         ({"train": (PIXELS, LABELS)}, "the splits are 'train'"),

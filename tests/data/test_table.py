@@ -8,7 +8,7 @@ import pytest
 
 from locality.commands import images_at
 from locality.data import DataConfig, check, open_data
-from locality.data.tables import has_table
+from locality.data.tables import has_table, open_table
 from locality.errors import UserError
 
 TWELVE = {f"{name}{i}.png": name for name in ("cat", "dog") for i in range(6)}
@@ -85,6 +85,10 @@ REFUSED = {
     "a device": (["image,label", "zero.png,1"], "line 2 .*not a file"),
     "outside": (["image,label", "/dev/zero,1"], "line 2 .*allow_outside"),
     "outside by dots": (["image,label", "folder/../../x,1"], "line 2 .*allow_outside"),
+    "several classes": (
+        ["image,label", "cat0.png,a;b", "cat1.png,b", "cat2.png,a"],
+        "several classes, 'a;b'; models are trained on one class an image",
+    ),
     "an unknown split": (["image,label,split", "cat0.png,1,a"], "line 2 .*'a'"),
     "no validation": (["image,label,split", "cat0.png,1,train"], "train and val"),
     "no training": (["image,label,split", "cat0.png,1,val", "cat1.png,1,test"], "train and val"),
@@ -100,6 +104,12 @@ def test_other_forms_are_refused(twelve, fault):
     write(twelve, *rows)
     with pytest.raises(UserError, match=named):
         opened(twelve)
+
+
+def test_a_name_with_a_comma_is_one_class(twelve):
+    names = ["tench, Tinca tinca", "king penguin, Aptenodytes patagonica", "red;round", "blue"]
+    write(twelve, "image\tlabel", *(f"cat{n}.png\t{name}" for n, name in enumerate(names)))
+    assert open_table(DataConfig("table", str(twelve)))[0] == sorted(names)
 
 
 @pytest.mark.parametrize(("encoding", "named"), [("utf-16", "UTF-8"), ("latin-1", "UTF-8")])
@@ -193,6 +203,13 @@ def test_a_damaged_line_of_json_is_named(twelve):
     (twelve / "metadata.jsonl").write_text('{"file_name": "cat0.png", "label": "a"}\n[1]\n')
     with pytest.raises(UserError, match=r"line 2 of '.*metadata\.jsonl'"):
         opened(twelve)
+    row = '{"file_name": "cat%d.png", "label": %s}\n'
+    lines = [row % pair for pair in enumerate(("[1]", "[2]", "[1, 2]"))]
+    (twelve / "metadata.jsonl").write_text("".join(lines))
+    with pytest.raises(UserError, match="several classes, '1;2'"):
+        opened(twelve)
+    (twelve / "metadata.jsonl").write_text("".join(lines[:2]))
+    assert open_table(DataConfig("table", str(twelve)))[0] == ["1", "2"]
     (twelve / "metadata.jsonl").write_text('{"file_name": "cat0.png", "label": "a"}\n{\n')
     with pytest.raises(UserError, match=r"line 2 of '.*metadata\.jsonl' is not JSON"):
         opened(twelve)

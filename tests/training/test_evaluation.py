@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from locality.data import ArraySource, Preprocessing, eval_loader
 from locality.predictions import Predictions
-from locality.training import Interrupted, PredictionCollector, evaluate
+from locality.training import Interrupted, PredictionCollector, calibrate, evaluate
 
 IMAGES, CLASSES = 50, 7
 PLAIN = Preprocessing(4, crop_pct=1.0, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
@@ -95,6 +95,29 @@ def test_means_over_classes_are_scikit_learns(counts):
     answered, right = found.answered(0.5)
     assert answered == pytest.approx(100 * (found.confidence >= 0.5).mean()) and right is not None
     assert found.answered(2.0) == (0, None)
+
+
+def test_a_temperature_calibrates_images_that_it_was_not_fitted_to(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4000, 5, generator=generator)
+    labels = logits.softmax(dim=1).multinomial(1, generator=generator)[:, 0]
+    (tmp_path / "run").mkdir()
+    found, confidence = calibrate(tmp_path / "run", [(4 * logits, labels)])
+    assert found == pytest.approx(4, rel=0.1)
+    index, predicted = np.arange(4000), logits.argmax(dim=1).numpy()
+
+    def error(sure):
+        shown = Predictions([*"abcde"], index, [""] * 4000, labels.numpy(), predicted, sure)
+        return shown.calibration()[1]
+
+    before = (4 * logits).softmax(dim=1).amax(dim=1).numpy()
+    assert error(before) > 0.2 and error(confidence) < 0.03
+    # An image does not change its own half's temperature.
+    other = labels.clone()
+    other[0] = (labels[0] + 1) % 5
+    _, again = calibrate(tmp_path / "run", [(4 * logits, other)])
+    unchanged = again == confidence
+    assert unchanged[0] and 1900 < unchanged.sum() < 2100
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 7])

@@ -87,6 +87,14 @@ def test_two_classes_and_a_class_without_images():
         fit_probe(rows, np.zeros(40, dtype=np.int64), 2)
 
 
+def test_few_images_of_a_class_have_fewer_folds():
+    rows = np.random.default_rng(0).normal(size=(6, 5))
+    for labels in ([0, 0, 0, 1, 1, 1], [0, 0, 1, 2, 3, 4]):
+        assert 0 <= fit_probe(rows, np.array(labels), 5).top1 <= 100
+    with pytest.raises(UserError, match="no class has two"):
+        fit_probe(rows, np.arange(6), 6)
+
+
 @pytest.mark.parametrize(
     ("found", "minutes", "kept"),
     [

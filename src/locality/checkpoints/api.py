@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from locality import checks
 from locality.checkpoints.formats import timm_preprocessing
 from locality.checkpoints.loading import load_weights, read, set_data_config
-from locality.checkpoints.native import ProblemType
+from locality.checkpoints.native import ProblemType, class_map
 from locality.checkpoints.onnx import open_graph
 from locality.checkpoints.registry import WEIGHT_FILES, detect_kind, graph_not_model, source
 from locality.data.config import Preprocessing
@@ -229,19 +229,8 @@ class Classifier:
         return replace(self, logits=torch.no_grad()(Flipped(self.logits)))
 
     def with_classes(self, names: Sequence[str]) -> Classifier:
-        """The same model with the class names of its outputs, in order.
-
-        Raises:
-            UserError: if it has names, or another number of outputs.
-        """
-        if self.classes is not None:
-            raise UserError(f"{self.name} has class names; omit the class map")
-        if len(names) != self.num_classes or len(set(names)) < len(names):
-            raise UserError(
-                f"the class map has {len(set(names))} different names on {len(names)} lines, but "
-                f"{self.name} has {self.num_classes} outputs"
-            )
-        return replace(self, classes=tuple(names))
+        """The same model with the class names of its outputs, see `class_map`."""
+        return replace(self, classes=class_map(self, self.num_classes, names))
 
     def module(self) -> ImageClassifier:
         """The PyTorch model.

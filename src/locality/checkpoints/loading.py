@@ -392,6 +392,7 @@ def convert(
     overwrite: bool = False,
     settings: Mapping[str, Any] | None = None,
     half: bool = False,
+    classes: Sequence[str] | None = None,
 ) -> str:
     """Read a model from any source and write it in the format `to`.
 
@@ -405,6 +406,8 @@ def convert(
         overwrite: replace an existing `target`.
         settings: fields of the model's configuration that override those of the source.
         half: write fp16, half the size; reading gives fp32 again.
+        classes: the class names of the outputs, in order, if the source has none; only the native
+            format has any.
 
     Returns:
         a summary.
@@ -417,6 +420,7 @@ def convert(
     target = Path(target)
     registry.check_target(target, to, overwrite)
     checkpoint = read(source, model, entry, settings)
+    checkpoint = checkpoint if classes is None else checkpoint.with_classes(classes)
     if half:
         state = {
             name: tensor.half() if tensor.is_floating_point() else tensor

@@ -205,6 +205,22 @@ ProblemType = Literal["single_label_classification", "multi_label_classification
 """What a head's numbers mean, in transformers' words."""
 
 
+def class_map(model: Any, outputs: int, names: Sequence[str]) -> tuple[str, ...]:
+    """The names of a model's outputs, in order.
+
+    Raises:
+        UserError: if it has `classes`, or another number of outputs.
+    """
+    if model.classes is not None:
+        raise UserError(f"{model.name or 'the model'} has class names; omit the class map")
+    if len(names) != outputs or len(set(names)) < len(names):
+        raise UserError(
+            f"the class map has {len(set(names))} different names on {len(names)} lines, but "
+            f"{model.name or 'the model'} has {outputs} outputs"
+        )
+    return tuple(names)
+
+
 def meta_state_dict(config: Any) -> dict[str, Tensor]:
     """The state dict of the model of `config` on the meta device: names and shapes."""
     with torch.device("meta"):
@@ -282,6 +298,10 @@ class Checkpoint:
         names = None if classes is None else tuple(classes)
         about = inner.variant, preprocessing, names, problem_type
         return cls(inner.config, state, *about, figures, temperature)
+
+    def with_classes(self, names: Sequence[str]) -> Checkpoint:
+        """The same model with the class names of its outputs, see `class_map`."""
+        return dataclasses.replace(self, classes=class_map(self, self.config.num_classes, names))
 
     def build(self) -> ImageClassifier:
         """Build the model, in evaluation mode, on the CPU in fp32.

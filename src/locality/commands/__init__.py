@@ -259,10 +259,16 @@ class GivenModel:
 
         given = self._options
         opened = open_model(self.what, given.variant, given.entry, given.set)
-        if given.class_map is None:
+        if self.class_names is None:
             return opened
         with prefix_errors(given.class_map):
-            return opened.with_classes(read_text(given.class_map).splitlines())
+            return opened.with_classes(self.class_names)
+
+    @property
+    def class_names(self) -> list[str] | None:
+        """The lines of `--class_map`."""
+        file = self._options.class_map
+        return None if file is None else read_text(file).splitlines()
 
 
 def say(sentence: str) -> None:

@@ -258,8 +258,8 @@ def evaluate(arguments: Sequence[str]) -> None:
         fitted = dataclasses.replace(predictions, confidence=confidence)
         say(
             f"temperature {temperature:.3f} is kept in {model.what}; expected calibration error "
-            f"{100 * error:.1f} points before, {100 * fitted.calibration()[1]:.1f} with it, on the "
-            f"images it was fitted to"
+            f"{100 * error:.1f} points before, {100 * fitted.calibration()[1]:.1f} after, on each "
+            f"half of the images at the other half's temperature"
         )
         predictions = fitted
     if options.json:

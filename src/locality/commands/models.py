@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from locality import checkpoints, models
-from locality.checkpoints.registry import KEY_MAP_NAMES, SOURCES, check_export_path, check_target
+from locality.checkpoints.registry import (
+    FORMAT,
+    KEY_MAP_NAMES,
+    SOURCES,
+    check_export_path,
+    check_target,
+)
 from locality.commands import GivenModel, Parser, table
 from locality.errors import unknown
 from locality.models.variants import FAMILY_NAMES, VARIANTS, matching, variant
@@ -79,11 +85,12 @@ def convert(arguments: Sequence[str]) -> None:
     parser.add("--half", False, "write fp16, half the size")
     parser.add_overwrite()
     options = parser.read(arguments)
-    parser.refuse("class_map", "names the classes of predictions and graphs")
-    GivenModel(options.source, options)
+    if options.to != FORMAT:
+        parser.refuse("class_map", f"needs --to {FORMAT}: no other format has class names")
+    names = GivenModel(options.source, options).class_names
     check_target(Path(options.target), options.to, options.overwrite)
 
-    given = options.variant, options.entry, options.overwrite, options.set, options.half
+    given = options.variant, options.entry, options.overwrite, options.set, options.half, names
     print(checkpoints.convert(options.source, options.target, options.to, *given))
 
 

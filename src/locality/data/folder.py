@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.util import find_spec
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 
 import numpy as np
@@ -164,6 +164,24 @@ def class_name(text: str, where: str) -> str:
     except UnicodeError:
         raise not_utf8(where) from None
     return unicodedata.normalize("NFC", text)
+
+
+def check_one_class(names: Iterable[str], where: str) -> None:
+    """Refuse names that list several classes, "cat;dog", each part of which is in another one, too.
+
+    Raises:
+        UserError: with two of them.
+    """
+    names = sorted({*names})
+    for mark in ";|,":
+        parts = [{part.strip() for part in name.split(mark)} for name in names]
+        counts = Counter(chain.from_iterable(parts))
+        often = [len(own) > 1 and all(counts[part] > 1 for part in own) for own in parts]
+        if any(often):
+            raise UserError(
+                f"{where} gives images several classes, {some(compress(names, often), 2)}; models "
+                f"are trained on one class an image: keep one, or write one class without '{mark}'"
+            )
 
 
 def left_out(paths: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torchvision.transforms.functional import to_pil_image
 
-from locality.data.folder import class_name, train_and_val
+from locality.data.folder import check_one_class, class_name, train_and_val
 from locality.errors import UserError, some, wrap_errors
 
 _FORMS = (
@@ -59,7 +59,7 @@ def write_images(images: Any, root: Path) -> Path:
     else:
         parts = {"": images}
     root.mkdir(parents=True, exist_ok=True)
-    digest = hashlib.sha256()
+    digest, names = hashlib.sha256(), set[str]()
     with tempfile.TemporaryDirectory(dir=root, prefix=".") as temporary:
         written = Path(temporary, "images")
         written.mkdir()
@@ -68,12 +68,14 @@ def write_images(images: Any, root: Path) -> Path:
                 name = class_name(label, f"the class {label!r}")
                 if not name or name.startswith(".") or {"/", "\0"} & {*name}:
                     raise UserError(f"the class {label!r} cannot be a folder's name; rename it")
+                names.add(name)
                 content = io.BytesIO()
                 as_picture(image).save(content, "PNG")
                 path = Path(written, part + name, f"{number:07d}.png")
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content.getvalue())
                 digest.update(f"{part}{name}".encode() + content.getvalue())
+        check_one_class(names, "the dataset")
         folder = root / digest.hexdigest()[:12]
         if not folder.exists():
             written.rename(folder)
@@ -99,4 +101,6 @@ def _pairs(dataset: Any) -> Iterator[tuple[Any, str]]:
         with wrap_errors(f"a row of the dataset is not an image and a class; {_FORMS}", Exception):
             picture, own = row
             own = own.item() if hasattr(own, "item") else own
+            if isinstance(own, (list, tuple, set, dict)):
+                raise UserError(f"its class is {own!r}; one class an image is accepted")
             yield picture, str(own) if names is None or isinstance(own, str) else names[own]

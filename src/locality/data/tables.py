@@ -32,6 +32,7 @@ from locality.checks import shaped
 from locality.data.config import DataConfig, Decoding
 from locality.data.decoding import BadImage, read_bytes
 from locality.data.folder import (
+    check_one_class,
     class_name,
     is_inside,
     list_entries,
@@ -75,6 +76,7 @@ def open_table(config: DataConfig) -> tuple[list[str], FileSource, FileSource | 
     rows = [row for table in tables for row in _entries(root, table, config)]
     images, labels, groups, parts = zip(*rows, strict=True)
     classes = sorted(set(labels))
+    check_one_class(classes, f"'{path}'")
     numbers = {label: number for number, label in enumerate(classes)}
 
     def source(part: str | None) -> FileSource:
@@ -224,7 +226,11 @@ def _json_rows(path: Path, text: Iterable[str]) -> Iterator[tuple[int, list[str]
             if not names:
                 names = [*row]
                 yield line, names
-            yield line, [str(row.get(name, "")) for name in names]
+            yield line, [_cell(row.get(name, "")) for name in names]
+
+
+def _cell(value: Any) -> str:
+    return ";".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 # -- Parquet and Arrow -----------------------------------------------------------------------------
@@ -303,6 +309,7 @@ def open_arrow(config: DataConfig) -> tuple[list[str], ImageSource, ImageSource 
         if part == "train":
             numbers = not declared and "int" in rows.features[label].dtype
             classes = declared or sorted(set(names))
+            check_one_class(classes, where)
             if numbers:
                 classes = [str(n) for n in range(1 + max(map(int, names), default=-1))]
         elif difference := class_difference(

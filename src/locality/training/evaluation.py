@@ -272,18 +272,29 @@ def calibrate(
         kept: logits (B, classes) and class numbers (B,) of every batch of its validation images.
 
     Returns:
-        T, and the confidence of every image, (n,).
+        T, and the confidence of every image, (n,), at the temperature of the other half of them.
     """
     logits, targets = (torch.cat(parts).cpu() for parts in zip(*kept, strict=True))
+    temperature = _temperature(logits, targets)
+    run = Run(folder)
+    content = {"temperature": temperature, "images": len(targets)}
+    run.write_json(run.calibration_file, content)
+    halves = torch.randperm(len(targets), generator=torch.Generator().manual_seed(0)) % 2
+    confidence = torch.zeros(len(targets), dtype=torch.float64)
+    for half in (0, 1):
+        own, other = halves == half, halves != half
+        scaled = logits[own] / _temperature(logits[other], targets[other])
+        confidence[own] = scaled.softmax(1).amax(1).double()
+    return temperature, confidence.numpy()
+
+
+def _temperature(logits: Tensor, targets: Tensor) -> float:
+    """The temperature of the least cross entropy."""
 
     def loss(log: float) -> float:
         return F.cross_entropy(logits / math.exp(log), targets).item()
 
-    temperature = math.exp(minimize_scalar(loss, bounds=(-4, 4), method="bounded").x)
-    run = Run(folder)
-    content = {"temperature": temperature, "images": len(targets)}
-    run.write_json(run.calibration_file, content)
-    return temperature, (logits / temperature).softmax(1).amax(1).double().numpy()
+    return math.exp(minimize_scalar(loss, bounds=(-4, 4), method="bounded").x)
 
 
 class PredictionCollector:

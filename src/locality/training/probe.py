@@ -192,10 +192,12 @@ def fit_probe(rows: Floats, labels: Labels, num_classes: int, balanced: bool = F
         balanced: give each class the same weight.
 
     Raises:
-        UserError: if the images are of one class.
+        UserError: if the images are of one class, or each of another.
     """
     if len(np.unique(labels)) < 2:
         raise UserError("the training images that can be read are of one class; add others")
+    if np.bincount(labels).max() < 2:
+        raise UserError("no class has two training images; add some, or give --optim.probe false")
     folds, best = _folds(labels), (math.inf, 0.0, STRENGTHS[0])
     for strength in STRENGTHS:
         loss = correct = 0.0
@@ -216,7 +218,8 @@ def fit_probe(rows: Floats, labels: Labels, num_classes: int, balanced: bool = F
 def _folds(labels: Labels) -> list[tuple[Any, Any]]:
     """(training, test) indices of a cross-validation, of at most `_COMPARED_IMAGES` images."""
     chosen = _evenly(labels, _COMPARED_IMAGES)
-    folds = StratifiedKFold(_FOLDS, shuffle=True, random_state=0)
+    count = min(_FOLDS, int(np.bincount(labels[chosen]).max()))
+    folds = StratifiedKFold(count, shuffle=True, random_state=0)
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # of small classes
         pairs = folds.split(chosen, labels[chosen])
         return [(chosen[train], chosen[test]) for train, test in pairs]
