@@ -13,7 +13,9 @@ LOCALITY = f"{sys.executable} -m locality"
 
 
 def shell(script, **options):
-    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, **options)
+    return subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, timeout=400, **options
+    )
 
 
 def test_help_lists_every_command_without_importing_torch():

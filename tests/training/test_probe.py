@@ -169,7 +169,7 @@ def test_freeze_in_python_and_on_the_command_line(class_folders, tmp_path: Path,
     settings = {"weights": tmp_path / "donor", "freeze": "backbone", "quiet": True}
     rows: list[dict[str, Any]] = []
     run = locality.fit(photos, output=tmp_path / "run", on_evaluation=rows.append, **settings)
-    assert rows == Run(run.folder).curve and len(rows) == 1
+    assert rows == run.curve and len(rows) == 1
     assert run.result["steps"] == 0 and set(run.predict(photos / "a", top=2)[0].classes) == {
         "a",
         "b",

@@ -82,6 +82,8 @@ def _train(
         from locality.analysis import baselines
         from locality.training.engine import train_job
 
+    if job.sizes and is_main_process():  # rank 0 tells the others
+        job.fit_probe(quiet)
     config, folder = job.config, job.folder.path
     result = train_job(job, quiet=quiet, started=started, on_evaluation=on_evaluation)
     if not is_main_process():
@@ -284,9 +286,8 @@ def prepare(
     if command == "photos" != name:
         notes.insert(0, f"from {weights}, weights in this package; --from scratch has none")
     job = Job(config, folder, splits, notes)
-    # Rank 0 tells the others.
-    if config.optim.probes and length == "schedule.minutes" and is_main_process():
-        job.fit_probe(quiet, () if "img_size" in model else sizes)
+    if config.optim.probes and length == "schedule.minutes" and "img_size" not in model:
+        job.sizes = sizes
     return job
 
 

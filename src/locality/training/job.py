@@ -46,6 +46,7 @@ class Job:
     Attributes:
         config, folder, notes: the same; `open` adds notes on unusual data, and on the start.
         probe: its linear probe, once fitted.
+        sizes: image sizes from which the probe chooses; by default the model's own.
         splits: the data.
         plan: its length and schedule in steps. This and the following are known after `open`.
         device_type: "cpu", "cuda" or "mps".
@@ -69,6 +70,7 @@ class Job:
     ) -> None:
         self.config, self.folder, self.notes = config, Run(folder), [*notes]
         self.probe: Probe | None = None
+        self.sizes: Sequence[Any] = ()
         if splits is not None:
             self.splits = splits
 
@@ -182,12 +184,12 @@ class Job:
                 notes.append(mirror_classes(examined, train.labels, self.splits.classes))
         self.notes += filter(None, notes)
 
-    def fit_probe(self, quiet: bool, sizes: Sequence[Any] = ()) -> Probe:
-        """The linear probe of the run's model; it chooses the image size if `sizes` are given."""
+    def fit_probe(self, quiet: bool) -> Probe:
+        """The linear probe of the run's model; it chooses among `sizes`."""
         if self.probe is None:
             self._check_classes()
             with doing("passing the images through the frozen network", quiet):
-                size, self.probe = probe_run(self.config, self.splits, sizes)
+                size, self.probe = probe_run(self.config, self.splits, self.sizes)
             self.config = replace(self.config, {"model.img_size": size})
         return self.probe
 
@@ -251,6 +253,8 @@ class Job:
         length = f"{plan.steps:,} steps, {plan.epoch(plan.steps):.4g} epochs"
         if plan.steps == UNDECIDED:
             length = f"{minutes:g} minutes in all; in the last third the learning rate decays"
+        if self.sizes and self.probe is None:
+            length += f"; the probe chooses the image size from {', '.join(map(str, self.sizes))}"
         return "\n".join(
             [
                 f"model   {self.config.model.name}, {self.parameters:,} parameters "
