@@ -188,7 +188,7 @@ def test_another_class_joins_those_of_a_run(class_folders, tmp_path: Path, cli):
     )
     short = {"freeze": "backbone", "quiet": True, "model__depth": 2}
     first = locality.fit(photos, "convit_nano", output=tmp_path / "first", **short)
-    words = ["finetune", more, "--from", first.folder, "--freeze", "backbone"]
+    words = ["finetune", more, "--from", first.path, "--freeze", "backbone"]
     said = cli(*words, "--output", tmp_path / "second").err
     assert "keeps its 2 classes; new: 'b', 'd'" in said
     before, after = first.model.head, locality.load(tmp_path / "second").head
@@ -198,6 +198,6 @@ def test_another_class_joins_those_of_a_run(class_folders, tmp_path: Path, cli):
     )
     assert not torch.equal(after.weight[1], after.weight[3])
     alone = class_folders(tmp_path / "alone", {"b": 8}, size=(16, 16))
-    words = ["finetune", alone, "--from", first.folder, "--output", tmp_path / "third"]
+    words = ["finetune", alone, "--from", first.path, "--output", tmp_path / "third"]
     assert "bring the images of the classes of" in cli(*words, code=2).err
     assert not (tmp_path / "third").exists()
