@@ -178,6 +178,14 @@ def test_what_systems_leave_is_passed_over(train_val, image_file):
     assert len(list(image_files([str(train_val)]))) == 25
 
 
+def test_files_that_are_not_read_are_counted_for_predictions_too(train_val, caplog):
+    for name in ("a.jxl", "b.dng", "noext"):
+        (train_val / "train" / "ant" / name).write_bytes(b"x")
+    assert len(list(image_files([str(train_val / "train")]))) == 18
+    assert "3 of 21 files are left out" in caplog.text
+    assert "convert .jxl, .dng to .jpg or .png" in caplog.text
+
+
 def test_folds_are_of_the_training_images(train_val, caplog):
     splits = folder(train_val, fold=(0, 3))
     assert (len(splits.train), len(splits.val)) == (12, 6)

@@ -122,7 +122,7 @@ def _open_image(file: IO[bytes], decoding: Decoding) -> ImageFile.ImageFile:
         except Image.DecompressionBombError as error:
             raise BadImage(f"the image has more than {decoding.max_pixels:,} pixels") from error
         except Image.UnidentifiedImageError as error:
-            reason = "the file is not an image of a known format"
+            reason = f"the file is not an image of a known format ({', '.join(_formats())})"
             file.seek(4)
             if file.read(4) == b"ftyp" and not find_spec("pillow_heif"):
                 reason += "; pip install 'locality[heif]' reads HEIF"

@@ -41,6 +41,8 @@ IMAGE_SUFFIXES = frozenset(
         *(_HEIF if find_spec("pillow_heif") else ()),
     )
 )
+# Photographs of cameras and browsers that Pillow does not read.
+_UNREAD = (".jxl", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf")
 # Left by operating systems, network drives and programs, like names that start with a dot.
 _JUNK = {
     *("thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r"),
@@ -74,6 +76,12 @@ class Listing:
         paths = [self.files.get(name, []) for name in classes]
         labels = np.repeat(np.arange(len(classes)), [*map(len, paths)])
         return FileSource(self.root, chain.from_iterable(paths), labels, decoding)
+
+    def log_ignored(self, images: int) -> None:
+        """Log what was ignored beside so many images, once."""
+        if count := len(self.ignored):
+            left = f"{count:,} of {count + images:,} files are left out{left_out(self.ignored)}"
+            log_once(f"'{self.root}': {left}, such as {some(self.ignored, 3)}")
 
 
 def list_folder(root: Path | str, label: str = "top") -> Listing:
@@ -192,6 +200,8 @@ def left_out(paths: Iterable[str]) -> str:
         counts += "; pip install 'locality[heif]' reads .heic and .heif"
     if suffixes.keys() & {".arrow", ".parquet"}:
         counts += "; --data.dataset arrow reads them"
+    if unread := [suffix for suffix in _UNREAD if suffix in suffixes]:
+        counts += f"; convert {some(unread, quote='')} to .jpg or .png"
     return f" ({counts})" if counts else ""
 
 
@@ -263,10 +273,7 @@ def open_folder(config: DataConfig) -> tuple[list[str], FileSource, FileSource |
         check_levels(listing, config.label)
         if not any(listing.files.values()):
             raise no_images_error(listing.root)
-        if ignored := listing.ignored:
-            total = len(ignored) + sum(map(len, listing.files.values()))
-            left = f"{len(ignored):,} of {total:,} files are left out{left_out(ignored)}"
-            log_once(f"'{listing.root}': {left}, such as {some(ignored, 3)}")
+        listing.log_ignored(sum(map(len, listing.files.values())))
     if difference := class_difference({part: listing.files for part, listing in listings.items()}):
         raise UserError(f"train and val have different classes: {difference}")
     classes = list(next(iter(listings.values())).files)
@@ -314,6 +321,7 @@ def image_files(paths: Iterable[str]) -> Iterator[Path]:
             inside = list(_images(path, "", set(), listing))
             if not inside:
                 raise UserError(f"no images in the folder {path}{left_out(listing.ignored)}")
+            listing.log_ignored(len(inside))
             yield from sorted(path / name for name in inside)
         elif path.exists():
             yield path
