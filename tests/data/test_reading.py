@@ -125,12 +125,12 @@ def run(photographs, tmp_path_factory):
 
 def test_every_way_to_a_prediction_reads_as_the_evaluation(run, photographs, tmp_path, cli):
     table = tmp_path / "predictions.csv"
-    cli("eval", run.folder, "--predictions", table)
+    cli("eval", run.path, "--predictions", table)
     with open(table) as file:
         evaluated = {row["path"]: float(row["ant"]) for row in csv.DictReader(file)}
     assert any(path.endswith("png") for path in evaluated) and len(evaluated) == 8
-    client = TestClient(application(open_model(run.folder)))
-    cli("predict", run.folder, *evaluated, "--output", tmp_path / "predicted.csv")
+    client = TestClient(application(open_model(run.path)))
+    cli("predict", run.path, *evaluated, "--output", tmp_path / "predicted.csv")
     with open(tmp_path / "predicted.csv") as file:
         predicted = {row["path"]: float(row["ant"]) for row in csv.DictReader(file)}
     for path, expected in evaluated.items():
