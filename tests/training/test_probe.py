@@ -10,7 +10,7 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
+from sklearn.preprocessing import FunctionTransformer
 
 import locality
 from locality.checkpoints.run_state import BEST, load_best_state
@@ -48,6 +48,13 @@ def of(kind: str, **changes: Any) -> RunConfig:
     return replace(config, few | MODELS[kind] | {"engine.precision": "fp32"} | changes)
 
 
+def scaler(rows: np.ndarray) -> FunctionTransformer:
+    """Standardised, by no less than 0.3 of the median feature's deviation."""
+    mean, deviation = rows.mean(axis=0), rows.std(axis=0)
+    deviation = np.maximum(deviation, 0.3 * np.median(deviation))
+    return FunctionTransformer(lambda some: (some - mean) / deviation)
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_frozen_backbone_ends_with_scikit_learns_classifier(kind, tmp_path):
     config = of(kind, **{"optim.freeze": "backbone"})
@@ -64,7 +71,7 @@ def test_a_frozen_backbone_ends_with_scikit_learns_classifier(kind, tmp_path):
     rows, labels = extract(model, splits.train, config, "cpu")
     probe = fit_probe(rows, labels, 10)
     assert probe.strength == probe_run(config, splits)[1].strength
-    theirs = make_pipeline(StandardScaler(), LogisticRegression(C=probe.strength, max_iter=300))
+    theirs = make_pipeline(scaler(rows), LogisticRegression(C=probe.strength, max_iter=300))
     theirs.fit(rows, labels)
     with torch.no_grad():
         ours = model.get_classifier()(torch.from_numpy(rows).float()).softmax(dim=1)
@@ -73,13 +80,25 @@ def test_a_frozen_backbone_ends_with_scikit_learns_classifier(kind, tmp_path):
     assert locality.load(tmp_path)(images).shape == (4, 10)
 
 
+def test_what_hardly_varied_in_training_does_not_outweigh_the_rest():
+    rng = np.random.default_rng(0)
+    labels = np.repeat([0, 1], 50)
+    rows = rng.normal(size=(100, 6)) + 2 * labels[:, None]
+    rows[:, 0] = 1e-6 * rng.normal(size=100)
+    probe = fit_probe(rows, labels, 2)
+    other = np.zeros((1, 6))
+    other[0, 0] = 1.0
+    moved = (torch.from_numpy(other).float() @ probe.weight.T).abs().max()
+    assert moved < 2 * probe.weight[:, 1:].abs().max()
+
+
 def test_two_classes_and_a_class_without_images():
     rng = np.random.default_rng(0)
     labels = np.repeat([0, 2], 20)
     rows = rng.normal(size=(40, 5)) + labels[:, None]
     probe = fit_probe(rows, labels, 3)
     logits = torch.from_numpy(rows).float() @ probe.weight.T + probe.bias
-    theirs = make_pipeline(StandardScaler(), LogisticRegression(C=probe.strength)).fit(rows, labels)
+    theirs = make_pipeline(scaler(rows), LogisticRegression(C=probe.strength)).fit(rows, labels)
     shares = logits.softmax(dim=1).numpy()
     np.testing.assert_allclose(shares[:, [0, 2]], theirs.predict_proba(rows), atol=1e-4)
     assert shares[:, 1].max() < 1e-4

@@ -42,7 +42,8 @@ STRENGTHS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 _FOLDS, _COMPARED_IMAGES, _ITERATIONS = 5, 1000, 300
 _BATCH, _TIMED_IMAGES, _FEWEST_IMAGES = 32, 16, 20
 # Of a run's minutes, and seconds in which smaller image sizes are compared.
-_SHARE, _COMPARING = 0.2, 12.0
+_SHARE, _COMPARING = 0.4, 20.0
+_LEAST_DEVIATION = 0.3  # of a feature, of the median feature's
 
 Floats = npt.NDArray[np.float64]
 Labels = npt.NDArray[np.int64]
@@ -118,7 +119,7 @@ def _evenly(labels: Labels, most: int) -> Labels:
 def probe_run(config: RunConfig, splits: DataSplits, sizes: Sequence[Any] = ()) -> SizedProbe:
     """The probe of a run's network before its first step, on its training images.
 
-    A run of minutes passes as many images as it can in a fifth of them.
+    A run of minutes passes as many images as it can in two fifths of them.
 
     Args:
         config: the run.
@@ -230,6 +231,8 @@ def _linear(
 ) -> tuple[Floats, Floats]:
     """(classes, width) and (classes,) of a classifier of rows as they are."""
     mean, deviation = rows.mean(axis=0), rows.std(axis=0)
+    # What hardly varies in these images may vary in others, and would then outweigh all else.
+    deviation = np.maximum(deviation, _LEAST_DEVIATION * np.median(deviation))
     deviation[deviation == 0] = 1
     weighting = "balanced" if balanced else None
     model = LogisticRegression(C=strength, max_iter=_ITERATIONS, class_weight=weighting)

@@ -299,9 +299,9 @@ def finetune(
 ) -> RunConfig:
     """Fine-tuning on a custom dataset.
 
-    The classifier is new. Early layers learn more slowly than late ones (`layer_decay`), at a
-    quarter of the rate from scratch. Below 5,000 images areas are large, and RandAugment, mixup and
-    cutmix are off: a run of minutes then sees each image a few times. Of a run of steps
+    The classifier is fitted first. Early layers learn more slowly than late ones (`layer_decay`),
+    at a fortieth of the rate from scratch. Below 5,000 images areas are large, and RandAugment,
+    mixup and cutmix are off: a run of minutes then sees each image a few times. Of a run of steps
     or epochs, the weights of the best evaluation are kept. At 96 pixels or fewer all of this is as
     in `photos`, since weights of that size know little.
 
@@ -322,7 +322,7 @@ def finetune(
         "finetune",
         **start,
         augment={"scale": (0.8, 1.0), "ratio": (0.8, 1.25), "auto_augment": None},
-        optim={"layer_decay": 0.75, "lr_batch": 256, "clip_grad": 1.0, "probe": True},
+        optim={"lr": 1e-4, "layer_decay": 0.75, "lr_batch": 256, "clip_grad": 1.0, "probe": True},
         schedule=length | {"warmup_lr": 0.0, "min_lr": 1e-6},
     )
 
