@@ -8,9 +8,9 @@ excluded. **cannot tell**: everything else, and any effect with fewer than three
 Tests are Student's t over seeds at 5%, on differences paired by seed. Holm's correction covers the
 questions of a table or figure at a scale, the papers' and our own separately: first testing for
 effects that differ from 0, then, among the rest, for effects smaller than the paper's. Where a
-protocol was fixed before the first run, these are all questions that it lists, with p = 1 for
-those without all of its seeds: they are "cannot tell (3 of 8 seeds)". A question that it does not
-list is marked *asked later* and is corrected apart. At older scales the questions that have runs
+protocol was fixed before the first run, these are all questions that it lists, and none is answered
+before all of them have all seeds: until then they are "cannot tell (3 of 8 seeds)". A question that
+it does not list is marked *asked later* and is corrected apart. At older scales the questions that have runs
 are counted.
 
 On `digits` every seed divides the same images again, so that test sets share a quarter of their
@@ -84,9 +84,15 @@ def answers(results: Iterable[Results]) -> list[Answer]:
     families: dict[tuple[Any, ...], list[_Tested]] = {}
     for of in results:
         plan = protocol(of.experiment)
-        for question in of.experiment.questions:
-            evaluated = of.effect(question.effect)
-            tested = _unanswered(of, question, evaluated, plan)
+        asked = [(question, of.effect(question.effect)) for question in of.experiment.questions]
+        # Nothing is looked at before the last planned run of an experiment is there.
+        complete = plan is None or all(
+            effect.exact or set(effect.by_seed) == set(plan.seeds)
+            for question, effect in asked
+            if question.text in plan.questions
+        )
+        for question, evaluated in asked:
+            tested = _unanswered(of, question, evaluated, plan, complete)
             if evaluated.estimate is not None:
                 found.append(tested.answer)
             elif tested.answer["protocol"] != PLANNED:
@@ -102,16 +108,16 @@ def answers(results: Iterable[Results]) -> list[Answer]:
 
 
 def _unanswered(
-    of: Results, question: Question, evaluated: Evaluated, plan: Protocol | None
+    of: Results, question: Question, evaluated: Evaluated, plan: Protocol | None, complete: bool
 ) -> _Tested:
     effect, exact = evaluated.estimate or _NOTHING, evaluated.exact
     paper = of.paper(question.effect) if question.paper is None else question.paper
     unpaired = evaluated.images == "unpaired"
     over_seeds = estimate([*evaluated.by_seed.values()]).half_width if unpaired else None
     listed = plan is not None and question.text in plan.questions
-    complete = exact or plan is None or set(evaluated.by_seed) == set(plan.seeds)
     distance = replace(effect, mean=question.side * (effect.mean - question.threshold))
-    tested = distance if complete else _NOTHING
+    complete = complete and (plan is None or set(evaluated.by_seed) == set(plan.seeds))
+    tested = distance if exact or complete else _NOTHING
     answer = {
         "question": question.text,
         "where": question.where,

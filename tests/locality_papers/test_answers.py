@@ -122,11 +122,12 @@ def planned(half, n=8, missing=(), more=()):
     return answers([Given(*found, *more, scale="photographs", name="convit/table-2")])
 
 
-def test_a_protocols_family_is_what_it_lists_whether_it_has_runs_or_not():
+def test_a_protocols_family_is_what_it_lists_and_is_answered_once_all_of_it_has_runs():
     for half, expected in ((1.6, CANNOT_TELL), (1.1, YES)):  # p = 0.02, 0.004
-        for missing in ((), FIVE[1:]):
+        for missing in ((), FIVE[1:], FIVE[4:]):
             first, *rest = planned(half, missing=missing)
-            assert first["answer"] == expected and len(rest) == 4 - len(missing)
+            assert first["answer"] == (CANNOT_TELL if missing else expected)
+            assert len(rest) == 4 - len(missing)
             assert first["protocol"] == "planned" and (first["n"], first["planned"]) == (8, 8)
 
 
