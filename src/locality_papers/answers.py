@@ -10,8 +10,8 @@ questions of a table or figure at a scale, the papers' and our own separately: f
 effects that differ from 0, then, among the rest, for effects smaller than the paper's. Where a
 protocol was fixed before the first run, these are all questions that it lists, and none is answered
 before all of them have all seeds: until then they are "cannot tell (3 of 8 seeds)". A question that
-it does not list is marked *asked later* and is corrected apart. At older scales the questions that have runs
-are counted.
+it does not list is marked *asked later* and is corrected apart. At older scales the questions that
+have runs are counted.
 
 On `digits` every seed divides the same images again, so that test sets share a quarter of their
 images and training sets three quarters: intervals are widened by √(1 + n/3), as Nadeau and Bengio
