@@ -68,6 +68,7 @@ REFUSALS = {
         ({"kv_strid": 1}, "kv_stride"),
         ({"kv_stride": (1, 2, (1, 2))}, "kv_stride"),
     ],
+    "timm/test_vit": [({"drop_rate": 10**400}, "drop_rate"), ({"depth": 513}, "depth is 513")],
 }
 
 

@@ -515,7 +515,7 @@ def _number(value: Any) -> Any:
     """A number in one way of writing it, so that 0, 0.0 and "0e0" are one setting; else `value`."""
     try:
         number = float(value) if not isinstance(value, bool) else math.nan
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return value
     return int(number) if number.is_integer() else number if math.isfinite(number) else value
 
