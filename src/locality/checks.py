@@ -8,6 +8,7 @@ import sys
 import typing
 from collections.abc import Iterable
 from functools import cache
+from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict
 
 import msgspec
@@ -58,9 +59,10 @@ def typed(name: str, value: Any, hint: Any) -> Any:
             with contextlib.suppress(ValueError, msgspec.ValidationError):
                 return msgspec.convert(float(value), hint)
         names = choices(hint)
+        parts = (hint,) if typing.get_origin(hint) is Literal else typing.get_args(hint)
+        only = all(part is NoneType or typing.get_origin(part) is Literal for part in parts)
         for given in value if isinstance(value, (list, tuple)) else (value,):
-            named = isinstance(given, str) or typing.get_origin(hint) is Literal
-            if names and named and given not in names:
+            if names and (only or isinstance(given, str)) and given not in names:
                 raise unknown(f"value of {name}", str(given), names) from None
         said = _in_words(error)
         shown = repr(value)

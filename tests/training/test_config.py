@@ -65,6 +65,12 @@ def test_a_number_without_end_is_refused_or_text(name, text):
         assert flatten(to_dict(config))[name] == text  # a path or a name
 
 
+@pytest.mark.parametrize("value", [True, 1, "head"])
+def test_what_a_choice_accepts_is_named_whatever_was_given(value):
+    with pytest.raises(UserError, match="known: backbone"):
+        replace(recipe("digits"), {"optim.freeze": value})
+
+
 def test_an_unknown_setting_is_refused_with_the_nearest():
     for given, meant in (("engine.batchsize", "engine.batch_size"), ("optimizer.lr", "optim.lr")):
         with pytest.raises(UserError, match=re.escape(meant)):
