@@ -158,6 +158,7 @@ def test_snippets_run(page, workplace, monkeypatch, capsys):
 
 # Numbers of the README → the record or page of a command's output that has them, and as what.
 PHOTOGRAPHS = "benchmarks/results/photographs-nvidia-h200-2026-11-26.json"
+FIRST_DOOR = "benchmarks/results/first_door-2026-11-28.json"
 README_NUMBERS = {
     "0.3 M parameters": ("docs/gallery.md", "0.3 M parameters"),
     "240 steps": ("docs/gallery.md", "--steps 240"),
@@ -182,6 +183,8 @@ README_NUMBERS = {
         ",-1.4575,",
         ",-0.885,",
     ),
+    "243 camera photographs": (FIRST_DOOR, '"train_images": 243'),
+    "95.4% of 153 others": (FIRST_DOOR, '"test_images": 153', '"finetune_3_minutes": 95.42'),
     "5.7, 27.8, 86.5": ("docs/models.md", "| 5.71 |", "| 27.8 |", "| 86.5 |"),
     "73.1, 81.3, 82.4": ("src/locality_papers/published.yaml", "73.1, 91.7", "81.3, 95.7", "82.4,"),
     "20.0, 31.6": ("docs/models.md", "| 20.0 |", "| 31.6 |"),
