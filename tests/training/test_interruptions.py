@@ -160,7 +160,7 @@ def test_struck_runs_end_as_undisturbed_ones(processes, number, tmp_path):
     # In a separate process that has not initialised CUDA and can fork.
     words = ["--faults", str(number), "--processes", str(processes), "--keep", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, faults.__file__, *words], capture_output=True, text=True, timeout=600
+        [sys.executable, faults.__file__, *words], capture_output=True, text=True, timeout=1100
     )
     assert done.returncode == 0, done.stdout + done.stderr
     outcome = json.loads(done.stdout)
