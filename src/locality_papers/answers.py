@@ -60,6 +60,10 @@ class Protocol(NamedTuple):
     seeds: tuple[int, ...]
     questions: tuple[str, ...]
 
+    def has_seeds(self, effect: Evaluated) -> bool:
+        """Whether an effect has exactly the planned seeds, or needs none."""
+        return effect.exact or set(effect.by_seed) == set(self.seeds)
+
 
 def protocol(of: Experiment) -> Protocol | None:
     """The protocol of an experiment; None if it had its first run without one."""
@@ -87,9 +91,7 @@ def answers(results: Iterable[Results]) -> list[Answer]:
         asked = [(question, of.effect(question.effect)) for question in of.experiment.questions]
         # Nothing is looked at before the last planned run of an experiment is there.
         complete = plan is None or all(
-            effect.exact or set(effect.by_seed) == set(plan.seeds)
-            for question, effect in asked
-            if question.text in plan.questions
+            plan.has_seeds(effect) for question, effect in asked if question.text in plan.questions
         )
         for question, evaluated in asked:
             tested = _unanswered(of, question, evaluated, plan, complete)
@@ -116,7 +118,7 @@ def _unanswered(
     over_seeds = estimate([*evaluated.by_seed.values()]).half_width if unpaired else None
     listed = plan is not None and question.text in plan.questions
     distance = replace(effect, mean=question.side * (effect.mean - question.threshold))
-    complete = complete and (plan is None or set(evaluated.by_seed) == set(plan.seeds))
+    complete = complete and (plan is None or plan.has_seeds(evaluated))
     tested = distance if exact or complete else _NOTHING
     answer = {
         "question": question.text,

@@ -259,10 +259,10 @@ class GivenModel:
 
         given = self._options
         opened = open_model(self.what, given.variant, given.entry, given.set)
-        if self.class_names is None:
+        if (names := self.class_names) is None:
             return opened
         with prefix_errors(given.class_map):
-            return opened.with_classes(self.class_names)
+            return opened.with_classes(names)
 
     @property
     def class_names(self) -> list[str] | None:

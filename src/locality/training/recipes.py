@@ -111,8 +111,8 @@ def convit_cifar(model: str = "convit_micro", dataset: str = "cifar100") -> RunC
     """CIFAR-100 or CIFAR-10 at its own 32×32 pixels, for ConViT and DeiT, on one GPU.
 
     Published: DeiT's recipe unchanged, for 1000 epochs at 224 pixels (appendix C), nothing at 32
-    pixels. Kept from it: AdamW, weight decay, cosine, warm-up, mixup,
-    cutmix, RandAugment, erasing, label smoothing and stochastic depth.
+    pixels. Kept from it: AdamW, weight decay, cosine, warm-up, mixup, cutmix, RandAugment, erasing,
+    label smoothing and stochastic depth.
 
     Our choice: 8×8 patches of 4 pixels and a model of 2 million parameters, a fifteenth of the
     cost of an epoch; the padded crop that is usual on CIFAR, since a random area of 8% has too few
@@ -140,9 +140,9 @@ def convit_cifar(model: str = "convit_micro", dataset: str = "cifar100") -> RunC
 def cvt_cifar(model: str = "cvt_micro", dataset: str = "cifar100") -> RunConfig:
     """CIFAR-100 or CIFAR-10 from scratch at its own 32×32 pixels, for CvT, on one GPU.
 
-    Published: transfer from ImageNet-22k to CIFAR at 384 pixels (Table 4); nothing
-    from scratch or at 32 pixels. Kept from the ImageNet recipe: what it shares with DeiT's,
-    and weight decay 0.05.
+    Published: transfer from ImageNet-22k to CIFAR at 384 pixels (Table 4); nothing from
+    scratch or at 32 pixels. Kept from the ImageNet recipe: what it shares with DeiT's, and weight
+    decay 0.05.
 
     Our choice: strides of 2, 2 and 1 instead of 4, 2 and 2, so that the stages have 16×16, 8×8 and
     8×8 tokens; everything else as in `convit_cifar`, to compare the two. These choices were not
