@@ -104,7 +104,8 @@ VALUES = {
     "seed": "1", "minutes": "1",
     "models": "convit_nano,deit_nano", "folds": "2", "fractions": "1",
     "host": "127.0.0.1", "port": "0",
-    "recorded": "made.jsonl.gz",
+    "recorded": "made.jsonl.gz", "class_map": "classes.txt",
+    "threshold": "0.5", "tta": "flip",
 }  # fmt: skip
 
 CHILD = """
@@ -147,6 +148,7 @@ def ask(tmp_path_factory):
     (run / "result.json").write_text("{}")
     (root / "photos" / "cat").mkdir(parents=True)
     Image.new("RGB", (8, 8)).save(root / "photos" / "cat" / "a.png")
+    (root / "classes.txt").write_text("cat\ndog\n")
     for name in ("a.pth", "graph.onnx"):
         (root / name).write_bytes(b"weights")
 

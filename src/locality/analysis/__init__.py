@@ -2,6 +2,7 @@
 
 from locality.analysis.explorer import write_explorer as write_explorer
 from locality.analysis.measures import measure_model as measure_model
+from locality.analysis.pictures import run_images as run_images
 from locality.analysis.recording import measure_trajectory as measure_trajectory
 from locality.analysis.recording import record as record
 from locality.analysis.relevance import head_costs as head_costs
