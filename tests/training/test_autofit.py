@@ -114,6 +114,8 @@ def test_fine_tuning_takes_architecture_and_preparation_from_the_weights(tmp_pat
     # Small models train as from scratch; larger ones learn slowly.
     assert config.optim.layer_decay == 1.0
     assert named_recipe("finetune").optim.layer_decay == 0.75
+    asked = given(root, weights=str(donor))  # `train photos/ --from donor` is `finetune`
+    assert chosen("photos", asked) == chosen("finetune", asked)
     larger = chosen("finetune", given(root) | settings | {"model.img_size": 16})[0]
     assert larger.model.img_size == 16
 

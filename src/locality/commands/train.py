@@ -262,9 +262,11 @@ def prepare(
     if is_run_folder(folder):
         return resumed(folder, given, check)
     model = {key[6:]: value for key, value in given.items() if key.startswith("model.")}
-    if name == "photos" and "weights" not in given and model.keys() <= {"name", "img_size"}:
+    ours = "weights" not in given and model.keys() <= {"name", "img_size"}
+    if name == "photos" and ours:
         given["weights"] = packaged(given.get("model.name"))
-        name = "finetune" if given["weights"] else name
+    if given.get("weights") and given.get("recipe") != "photos":
+        name = "finetune"
     config = RECIPES[name]()
     weights, entry = given.get("weights") or config.weights, given.get("entry")
     check_places(replace(config, {"weights": weights, "entry": entry}), folder)
@@ -283,7 +285,7 @@ def prepare(
         config = recipe(name, provisional(name, given) | given)
         splits = open_data(config.data, config.seed)
         config, notes, sizes = autofit(config, splits, given)
-    if command == "photos" != name:
+    if command == "photos" and ours and weights:
         notes.insert(0, f"from {weights}, weights in this package; --from scratch has none")
     job = Job(config, folder, splits, notes)
     if config.optim.probes and length == "schedule.minutes" and "img_size" not in model:
