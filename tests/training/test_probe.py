@@ -71,7 +71,9 @@ def test_a_frozen_backbone_ends_with_scikit_learns_classifier(kind, tmp_path):
     rows, labels = extract(model, splits.train, config, "cpu")
     probe = fit_probe(rows, labels, 10)
     assert probe.strength == probe_run(config, splits)[1].strength
-    theirs = make_pipeline(scaler(rows), LogisticRegression(C=probe.strength, max_iter=300))
+    theirs = make_pipeline(
+        scaler(rows), LogisticRegression(C=probe.strength, max_iter=300, tol=1e-6)
+    )
     theirs.fit(rows, labels)
     with torch.no_grad():
         ours = model.get_classifier()(torch.from_numpy(rows).float()).softmax(dim=1)
@@ -98,7 +100,9 @@ def test_two_classes_and_a_class_without_images():
     rows = rng.normal(size=(40, 5)) + labels[:, None]
     probe = fit_probe(rows, labels, 3)
     logits = torch.from_numpy(rows).float() @ probe.weight.T + probe.bias
-    theirs = make_pipeline(scaler(rows), LogisticRegression(C=probe.strength)).fit(rows, labels)
+    theirs = make_pipeline(scaler(rows), LogisticRegression(C=probe.strength, tol=1e-6)).fit(
+        rows, labels
+    )
     shares = logits.softmax(dim=1).numpy()
     np.testing.assert_allclose(shares[:, [0, 2]], theirs.predict_proba(rows), atol=1e-4)
     assert shares[:, 1].max() < 1e-4

@@ -171,7 +171,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     parser.add_model("model", graph=True)
     parser.add_argument("images", nargs="?", help="folder of images by class, or a labels.csv")
     parser.add("--img_size", None, "side in pixels, or [height,width]", checks.ImageSize | None)
-    parser.add("--batch_size", 256, "images per batch")
+    parser.add("--batch_size", 64, "images per batch")
     parser.add("--precision", "fp32", "fp32, bf16-mixed, fp16-mixed or auto")
     parser.add("--tta", None, _TTA, Literal["flip"])
     text = "fit the temperature of a run's probabilities on its validation images, and keep it"

@@ -213,7 +213,8 @@ class EngineConfig:
         accelerator: the device to compute on: "auto", "cpu", "cuda" or "mps"; one in each process.
         threads: CPU threads for computation; 0 is torch's default.
         grad_checkpointing: recompute activations in the backward pass instead of keeping them.
-        channels_last: use the channels-last memory format, which convolutions prefer.
+        channels_last: keep weights in the channels-last memory format, which convolutions prefer;
+            timm's models always do.
         compile: `torch.compile` the model.
         deterministic: use only deterministic operations on a GPU (slower); those on a CPU always
             are.

@@ -60,7 +60,7 @@ def evaluate_opened(
     *,
     seed: int = 0,
     img_size: int | tuple[int, int] | None = None,
-    batch_size: int = 256,
+    batch_size: int = 64,
     precision: str = "fp32",
     accelerator: str = "auto",
     splits: DataSplits | None = None,
@@ -206,7 +206,6 @@ def evaluate(
     all_reduce: Callable[[Tensor], Tensor] | None = None,
     num_batches: int | None = None,
     before_batch: Callable[[], None] | None = None,
-    memory_format: torch.memory_format = torch.preserve_format,
     on_batch: Callable[[Batch, Tensor], None] | None = None,
 ) -> dict[str, Any]:
     """Top-1 and top-5 accuracy in percent, mean cross entropy, and the number of images.
@@ -220,7 +219,6 @@ def evaluate(
         all_reduce: sums a tensor over all processes.
         num_batches: the largest number in any process, so that all synchronise equally often.
         before_batch: called before every batch on all processes; may raise to stop.
-        memory_format: memory format of the images.
         on_batch: called with every batch of this process and its logits.
     """
     training = [module for module in model.modules() if module.training]
@@ -235,7 +233,7 @@ def evaluate(
             batch = next(batches, None)
             if batch is None:
                 continue
-            images = batch.images.to(device, non_blocking=True, memory_format=memory_format)
+            images = batch.images.to(device, non_blocking=True)
             targets = batch.targets.to(device, non_blocking=True)
             logits = model(images).float()
             if on_batch is not None:

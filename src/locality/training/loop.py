@@ -82,8 +82,7 @@ class Loop:
         self.config, self.plan, self.splits = run.config, run.plan, run.splits
         self.state.decay = self.config.schedule.decay
         self.collectives = Collectives(fabric, self.signals)
-        engine, data = self.config.engine, self.config.data
-        self.memory_format = torch.channels_last if engine.channels_last else torch.preserve_format
+        data = self.config.data
         self._saved = self.state.step or -1  # step of the last checkpoint; step 0 has none
         self._begun = self._saved_at = time.perf_counter()
         self._first_step, self._evaluation = self.state.step, 0.0  # seconds of the last one
@@ -211,7 +210,7 @@ class Loop:
                     buffer.copy_(value)
                 raise
             seed_pass(self.config.seed, self.fabric.global_rank, state.step, micro, device)
-            images = batch.images.to(device, non_blocking=True, memory_format=self.memory_format)
+            images = batch.images.to(device, non_blocking=True)
             labels = batch.targets.to(device, non_blocking=True)
             images, targets = parts.objective.mix(images, labels)
             with self.fabric.no_backward_sync(parts.forward, enabled=not last and not is_single):
@@ -297,7 +296,6 @@ class Loop:
                 all_reduce=self.collectives.all_reduce,
                 num_batches=self._eval_batches,
                 before_batch=self._raise_if_signalled,
-                memory_format=self.memory_format,
                 on_batch=collector,
             )
         if not math.isfinite(found["loss"]):
