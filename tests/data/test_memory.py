@@ -8,6 +8,7 @@ from torch.utils.data import TensorDataset
 
 import locality
 from locality.data import DataConfig, open_data
+from locality.data.folder import check_one_class
 from locality.data.memory import write_images
 from locality.errors import UserError
 
@@ -87,3 +88,12 @@ def test_fit_takes_images_in_memory(tmp_path, monkeypatch):
     small = {"model__img_size": 8, "model__patch_size": 4, "data__val_fraction": 0.5}
     run = locality.fit((PIXELS, LABELS), "deit_nano", steps=1, batch=4, quiet=True, **small)
     assert run.result["train_images"] == 4 and run.evaluate()["n"] == 4
+
+
+def test_names_with_a_comma_are_no_lists():
+    """Each part of a list stands alone somewhere, or at several places."""
+    towns = ["Milan, Italy", "Milan, Ohio", "Rome, Italy"]
+    check_one_class(towns, "the table")
+    for names in (["cat,dog", "dog,cat"], ["cat", "dog", "cat,dog"], ["a;b", "b;c", "c;a"]):
+        with pytest.raises(UserError, match="several classes"):
+            check_one_class(names, "the table")

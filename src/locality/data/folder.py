@@ -177,14 +177,22 @@ def class_name(text: str, where: str) -> str:
 def check_one_class(names: Iterable[str], where: str) -> None:
     """Refuse names that list several classes, "cat;dog", each part of which is in another one, too.
 
+    "Milan, Italy" beside "Milan, Ohio" and "Rome, Italy" is no list: each part keeps its place.
+
     Raises:
         UserError: with two of them.
     """
     names = sorted({*names})
     for mark in ";|,":
-        parts = [{part.strip() for part in name.split(mark)} for name in names]
-        counts = Counter(chain.from_iterable(parts))
-        often = [len(own) > 1 and all(counts[part] > 1 for part in own) for own in parts]
+        parts = [[part.strip() for part in name.split(mark)] for name in names]
+        counts = Counter(chain.from_iterable(map(set, parts)))
+        # Where a part stands in its names; alone is a place of its own.
+        places = {(part, i if own[1:] else -1) for own in parts for i, part in enumerate(own)}
+        moved = {part for part, count in Counter(part for part, _ in places).items() if count > 1}
+        often = [
+            len({*own}) > 1 and all(counts[part] > 1 for part in own) and not moved.isdisjoint(own)
+            for own in parts
+        ]
         if any(often):
             raise UserError(
                 f"{where} gives images several classes, {some(compress(names, often), 2)}; models "
