@@ -9,6 +9,8 @@ import pytest
 import locality
 from locality.cli import COMMANDS, main, usage
 
+from .conftest import write_classes
+
 LOCALITY = f"{sys.executable} -m locality"
 
 
@@ -16,6 +18,18 @@ def shell(script, **options):
     return subprocess.run(
         ["bash", "-c", script], capture_output=True, text=True, timeout=400, **options
     )
+
+
+def test_images_are_checked_without_importing_torch(tmp_path):
+    folder = write_classes(tmp_path / "photos", {"a": 2, "b": 2})
+    code = f"""
+import sys
+from locality.cli import main
+assert main(['data', 'check', {str(folder)!r}]) == 0
+assert not {{'torch', 'torchvision', 'timm'}} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_help_lists_every_command_without_importing_torch():

@@ -12,9 +12,9 @@ from PIL import Image
 from timm.data import create_transform
 
 from locality.data import AugmentConfig, Preprocessing
+from locality.data.decoding import cropped_share
 from locality.data.preprocessing import (
     affine_matrices,
-    cropped_share,
     eval_transform,
     resize_and_crop,
     train_transform,

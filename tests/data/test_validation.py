@@ -89,6 +89,8 @@ def test_near_copies_on_both_sides_of_a_split_are_counted(tmp_path):
                 near(image, tmp_path / part / "ab"[seed % 2] / f"{seed}.jpg", crop=len(part) - 3)
     said = "\n".join(report(tmp_path).lines())
     assert "3 of 3 validation images nearly equal" in said and "--data.group_by" in said
+    grouped = check(tmp_path, progress=False, group_by="(.)")
+    assert "nearly" not in "\n".join(grouped.lines())
     shutil.rmtree(tmp_path / "val")
     image_folder = tmp_path / "train"
     assert "nearly" not in "\n".join(report(image_folder).lines())

@@ -323,7 +323,7 @@ def _classifier(
                 f"the weights have no class names: the classifier's outputs are assigned in order, "
                 f"{numbered(classes)}"
             ]
-        why = class_difference({"the weights": names, "the data": classes})
+        why = class_difference({"the checkpoint": names, "the data": classes})
         if not why:
             order = list(map(names.index, classes))
             state |= {name: state[name][order] for name in own}

@@ -20,7 +20,6 @@ from urllib.error import URLError
 
 import numpy as np
 import numpy.typing as npt
-import torchvision
 from huggingface_hub.utils import WeakFileLock
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
@@ -28,13 +27,13 @@ from scipy.spatial.distance import cdist
 from tqdm import tqdm
 
 from locality.data.config import DATASETS, DataConfig, DatasetInfo
+from locality.data.decoding import MOST_CROPPED, cropped_share
 from locality.data.folder import (
     check_root,
     list_folder,
     log_once,
     open_folder,
 )
-from locality.data.preprocessing import MOST_CROPPED, cropped_share
 from locality.data.sampling import Indices, class_fraction, class_slice, stratified_split
 from locality.data.sources import (
     ArraySource,
@@ -334,7 +333,7 @@ def check(
                 report.duplicates.append((first, path))
             else:
                 report.copies.append((first, path))
-    if "val" in good:
+    if "val" in good and splits.train.groups is None:
         report.near = near_copies(good["train"], good["val"])
     every = [image for images in good.values() for image in images]
     report.greys, report.black = _unused_bits(every)
@@ -407,8 +406,9 @@ def near_copies(train: Sequence[Examined], val: Sequence[Examined]) -> str:
         return ""
     return (
         f"{near:,} of {len(theirs):,} validation images nearly equal a training image, so accuracy "
-        f"may be too high; keep the images of a subject together: --data.group_by '([^_]+)_' (what "
-        f"their file names share) or --data.group_column"
+        f"may be too high; keep the images of a subject on one side: move them, or, if there is no "
+        f"val/, give what their names share, such as --data.group_by '([^_]+)_', or the column of "
+        f"a table, --data.group_column NAME"
     )
 
 
@@ -544,7 +544,7 @@ def open_fashion_mnist(config: DataConfig) -> Opened:
         rgb = np.broadcast_to(images[..., None], (*images.shape, 3))
         sources.append(ArraySource(rgb, labels, f"fashion_mnist {part}"))
     train, test = sources
-    return list(torchvision.datasets.FashionMNIST.classes), train, test
+    return list(_reader("FashionMNIST").classes), train, test
 
 
 def _find_idx_file(root: Path, name: str) -> Path:
@@ -570,23 +570,31 @@ def _read_idx(path: Path, dims: int) -> npt.NDArray[np.uint8]:
 
 
 # The reader, and its options for each part: the last is for validation, the others for training.
-_READERS: dict[str, tuple[Any, *tuple[dict[str, Any], ...]]] = {
-    "fashion_mnist": (torchvision.datasets.FashionMNIST, {}),
-    "cifar10": (torchvision.datasets.CIFAR10, {"train": True}, {"train": False}),
-    "cifar100": (torchvision.datasets.CIFAR100, {"train": True}, {"train": False}),
+_READERS: dict[str, tuple[str, *tuple[dict[str, Any], ...]]] = {
+    "fashion_mnist": ("FashionMNIST", {}),
+    "cifar10": ("CIFAR10", {"train": True}, {"train": False}),
+    "cifar100": ("CIFAR100", {"train": True}, {"train": False}),
     # As in the transfer results that CvT's Table 4 compares with.
     "flowers102": (
-        torchvision.datasets.Flowers102,
+        "Flowers102",
         *({"split": part} for part in ("train", "val", "test")),
     ),
-    "pets": (torchvision.datasets.OxfordIIITPet, {"split": "trainval"}, {"split": "test"}),
+    "pets": ("OxfordIIITPet", {"split": "trainval"}, {"split": "test"}),
 }
+
+
+def _reader(name: str) -> Any:
+    """A reader of torchvision, whose import takes seconds that folders need not wait for."""
+    from torchvision import datasets
+
+    return getattr(datasets, name)
 
 
 def _parts(config: DataConfig) -> list[Any]:
     """The parts of a dataset, opened by its torchvision reader."""
     title, content = DATASETS[config.dataset].title, DATASETS[config.dataset].content
-    reader, *parts = _READERS[config.dataset]
+    name, *parts = _READERS[config.dataset]
+    reader = _reader(name)
     root = Path(config.root or "").expanduser()
     # The first of several processes downloads; the others wait and find the files.
     turn: Any = contextlib.nullcontext()

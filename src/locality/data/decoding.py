@@ -51,6 +51,8 @@ _NAMES = "FLIP_LEFT_RIGHT ROTATE_180 FLIP_TOP_BOTTOM TRANSPOSE ROTATE_270 TRANSV
 _TURNS = {number: Image.Transpose[name] for number, name in enumerate(_NAMES.split(), 2)}
 # Errors of the machine, not of the file: skipping images for them would make runs differ.
 _MACHINE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR)
+MOST_CROPPED = 0.1
+"""Images that lose a larger share of their pixels in the mean are squashed by default."""
 
 
 class BadImage(Exception):
@@ -233,6 +235,12 @@ def shrink(image: Image.Image, least: int | None) -> Image.Image:
         return image
     size = (round(image.width * least / shorter), round(image.height * least / shorter))
     return image.resize(size, Image.Resampling.BICUBIC, reducing_gap=2.0)
+
+
+def cropped_share(width: int, height: int, shape: tuple[int, int] = (1, 1)) -> float:
+    """The share of an image's pixels outside the largest centre crop of a (height, width) shape."""
+    sides = width * shape[0], height * shape[1]
+    return 1 - min(sides) / max(sides)
 
 
 def convert(image: Image.Image, mode: str) -> Image.Image:

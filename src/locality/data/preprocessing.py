@@ -30,8 +30,6 @@ _PIXEL_BYTES, _OBJECT_BYTES = 4, 1024
 # Resized whole, an image of 1 × 20,000 pixels would take gigabytes.
 _MAX_ASPECT = 16
 _MAX_SHOWN = 448
-MOST_CROPPED = 0.1
-"""Images that lose a larger share of their pixels in the mean are squashed by default."""
 
 Size = tuple[int, int]
 Step = Callable[[Any], Any]
@@ -252,12 +250,6 @@ def resize_and_crop(image: Image.Image, preprocessing: InputConfig) -> Image.Ima
     image = image.resize((columns, rows), filter_)
     left, top = round((columns - width) / 2), round((rows - height) / 2)
     return image.crop((left, top, left + width, top + height))
-
-
-def cropped_share(width: int, height: int, shape: tuple[int, int] = (1, 1)) -> float:
-    """The share of an image's pixels outside the largest centre crop of a (height, width) shape."""
-    sides = width * shape[0], height * shape[1]
-    return 1 - min(sides) / max(sides)
 
 
 def high_resolution_crop(image: Image.Image, preprocessing: InputConfig) -> Image.Image:

@@ -20,7 +20,6 @@ from math import isqrt
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from locality.errors import UserError
 
@@ -127,6 +126,8 @@ def seed_generators(key: int) -> None:
     its own part of the key: numpy and torch use the same Mersenne Twister and would otherwise draw
     the same numbers. `torch.manual_seed` also seeds other devices, which takes 85 µs.
     """
+    import torch  # takes seconds, and splits need none
+
     random.seed(key)
     np.random.seed(key >> 32)  # noqa: NPY002 (the generator that timm uses)
     torch.default_generator.manual_seed(key & 0xFFFF_FFFF)
@@ -135,6 +136,8 @@ def seed_generators(key: int) -> None:
 @contextlib.contextmanager
 def preserved_generators() -> Iterator[None]:
     """Restore the process's three generators after the block."""
+    import torch
+
     python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
     processor = torch.default_generator.get_state()
     try:

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from locality.data import DataSplits
-from locality.data.decoding import BadImage
-from locality.data.preprocessing import MOST_CROPPED, cropped_share
+from locality.data.decoding import MOST_CROPPED, BadImage, cropped_share
 from locality.data.sources import ImageSource
 from locality.errors import UserError
 from locality.machine import idle_processors
