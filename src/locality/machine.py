@@ -57,6 +57,18 @@ def idle_processors(most: int) -> int:
     return max(1, min(most, processors() - round(busy)))
 
 
+def spare_threads() -> int:
+    """Torch's number of threads, less those that would wait for busy processors.
+
+    Beside other processes, threads that wait for each other take many times as long as one. A run
+    that has just ended still counts as load, hence at least half.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    return max(1, threads // 2, idle_processors(threads))
+
+
 @contextlib.contextmanager
 def arithmetic_threads(count: int) -> Iterator[None]:
     """Set torch's number of threads within the block; 0 keeps the current number."""

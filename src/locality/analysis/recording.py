@@ -21,6 +21,7 @@ from locality.data import DataSplits
 from locality.data.config import InputConfig
 from locality.errors import UserError, one_line
 from locality.files import read_shaped, write_atomic
+from locality.machine import arithmetic_threads, spare_threads
 from locality.models import ImageClassifier
 from locality.runs import Run
 from locality.training.config import read_config
@@ -106,15 +107,16 @@ def record_missing(folders: Iterable[Path]) -> list[str]:
     """
     refused = []
     finished = [run for run in map(Run, folders) if run.is_finished]
-    for run in finished:
-        wanted = [run.measures_file, run.predictions_file]
-        wanted += [run.path / TRAJECTORY] if _snapshots(run) else []
-        if not all(file.exists() for file in wanted):
-            try:
-                record(run.path)
-            except UserError as error:
-                refused.append(f"{run.path}: {one_line(error)}")
-    record_baselines(run.path for run in finished)
+    with arithmetic_threads(spare_threads()):
+        for run in finished:
+            wanted = [run.measures_file, run.predictions_file]
+            wanted += [run.path / TRAJECTORY] if _snapshots(run) else []
+            if not all(file.exists() for file in wanted):
+                try:
+                    record(run.path)
+                except UserError as error:
+                    refused.append(f"{run.path}: {one_line(error)}")
+        record_baselines(run.path for run in finished)
     return refused
 
 

@@ -255,8 +255,12 @@ class GivenModel:
     @cached_property
     def opened(self) -> Classifier:
         """The loaded model."""
-        from locality.checkpoints.api import open_model
+        import torch
 
+        from locality.checkpoints.api import open_model
+        from locality.machine import spare_threads
+
+        torch.set_num_threads(spare_threads())
         given = self._options
         opened = open_model(self.what, given.variant, given.entry, given.set)
         if (names := self.class_names) is None:
