@@ -252,6 +252,7 @@ class CheckReport:
             or self.conflicts
             or any(self.empty_classes.values())
             or not any(self.images.values())
+            or self.classes == 1
             or self.black
         )
 
@@ -284,7 +285,8 @@ class CheckReport:
                 text += [f"{what} ({len(items):,}):", *(f"  {item}" for item in items[:most])]
             if len(items) > most:
                 text.append(f"  … and {len(items) - most:,} more")
-        text += [self.near, imbalance(self.counts)]
+        one = "a run needs at least two classes: a folder of images for each" * (self.classes == 1)
+        text += [one, self.near, imbalance(self.counts)]
         text.append(_NO_FAULTS if self.ok else "this folder needs attention")
         return [printable(line) for line in text if line]
 

@@ -375,6 +375,7 @@ def _from_predictions(run: Run, predictions: Predictions) -> dict[str, Any]:
         "confused_classes": len(shown),
         "calibration": charts.chart(charts.draw_calibration, table),
         "calibration_error": 100 * error,
+        "temperature": run.temperature,
         "mistakes": _mistakes(run, predictions),
     }
 

@@ -292,7 +292,8 @@ class Recorder:
         }
         folder.write_json(folder.result_file, result)
         best = f" at step {row['step']}" if row["step"] < steps else ""
-        self.log(f"finished in {format_duration(seconds)}: top-1 {row['top1']:.2f}%{best}")
+        after = f" in {format_duration(seconds)}" if steps else ""
+        self.log(f"finished{after}: top-1 {row['top1']:.2f}%{best}")
         return result
 
     def close(self) -> None:
