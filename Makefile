@@ -36,7 +36,7 @@ $(DOCS): $(TEST) requirements-docs.lock
 	$(PIP) --requirement requirements-docs.lock
 	touch $(DOCS)
 
-demo: $(RUN)            ## train ConViT and its DeiT baseline on digits, write demo/report.html
+demo: $(RUN)            ## fine-tune ConViT, DeiT and CvT on photographs, write demo/report.html
 	$(BIN)/locality demo
 
 test: $(TEST)           ## the fast tests: what one wants before a commit

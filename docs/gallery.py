@@ -11,7 +11,6 @@ import base64
 import dataclasses
 import io
 import os
-import random
 import re
 import shlex
 import shutil
@@ -27,15 +26,11 @@ from playwright.sync_api import Browser, Page, sync_playwright
 import locality
 from locality.checkpoints import open_model
 from locality.cli import main
+from locality.data import write_crops
 
 DOCS = Path(__file__).parent
 PICTURES = DOCS / "gallery"
 SOURCES = Path(skimage.__file__).parent / "data"
-NAMES = (
-    *("astronaut.png", "brick.png", "chelsea.png", "coffee.png", "coins.png", "grass.png"),
-    *("gravel.png", "hubble_deep_field.jpg", "ihc.png", "motorcycle_left.png", "retina.jpg"),
-    "rocket.jpg",
-)
 PATCH = (8, 9)  # row and column of the clicked patch, from 1
 # Layer and head of the README's maps; layer 4 attends by content alone.
 MAPS = [(1, 1, "position"), (1, 4, "position"), (4, 2, "mixed"), (4, 3, "mixed")]
@@ -45,23 +40,6 @@ main { display: flex; gap: 12px; padding: 4px; }
 figure { margin: 0; width: 236px; text-align: center; }
 img { width: 100%; border-radius: 6px; display: block; margin-bottom: 6px; }
 """
-
-
-def write_photos(folder: Path, train: int = 40, val: int = 10) -> None:
-    """Square crops; training ones from the left half of each photograph, others from the right."""
-    rng = random.Random(0)
-    for name in NAMES:
-        photo = Image.open(SOURCES / name).convert("RGB")
-        half = photo.width // 2
-        for part, left, count in (("train", 0, train), ("val", half, val)):
-            here = folder / part / Path(name).stem
-            here.mkdir(parents=True)
-            for index in range(count):
-                side = round(min(half, photo.height) * rng.uniform(0.4, 1))
-                x = left + rng.randint(0, half - side)
-                y = rng.randint(0, photo.height - side)
-                crop = photo.crop((x, y, x + side, y + side))
-                crop.resize((112, 112), Image.Resampling.BICUBIC).save(here / f"{index}.png")
 
 
 def write_cat(path: Path) -> None:
@@ -220,7 +198,7 @@ def gallery() -> None:
     PICTURES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as started:
         os.chdir(folder)
-        write_photos(Path("photos"))
+        write_crops(Path("photos"), train=40, val=10)
         write_cat(Path("cat.png"))
         write_clothes()
         train, *others = commands()

@@ -22,14 +22,17 @@ def shell(script, **options):
 
 def test_images_are_checked_without_importing_torch(tmp_path):
     folder = write_classes(tmp_path / "photos", {"a": 2, "b": 2})
+    without_val = write_classes(tmp_path / "other" / "train", {"a": 2, "b": 2}).parent
     code = f"""
 import sys
 from locality.cli import main
 assert main(['data', 'check', {str(folder)!r}]) == 0
+assert main(['train', {str(without_val)!r}]) == 2
 assert not {{'torch', 'torchvision', 'timm'}} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert "train but no val" in done.stderr
 
 
 def test_help_lists_every_command_without_importing_torch():

@@ -21,7 +21,7 @@ from locality.errors import RunFailed, one_line, out_of_memory, printable, unkno
 
 # name → (function, as MODULE:NAME in `locality.commands` or with a full module path; help)
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("train:demo", "train ConViT and its DeiT baseline on digits and write a report"),
+    "demo": ("demo:demo", "fine-tune ConViT, DeiT and CvT on photographs and write a report"),
     "models": ("models:architectures", "list the models: sizes, cost, public weights"),
     "recipes": ("train:recipes", "list the training recipes, or show one in full"),
     "train": ("train:train", "train a model, or resume a run"),

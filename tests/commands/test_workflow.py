@@ -282,7 +282,7 @@ def test_data_check(tmp_path, class_folders, cli):
 
 @pytest.mark.slow
 def test_the_demo_ends_in_a_report(tmp_path, cli):
-    assert "report.html" in cli("demo", "--output", tmp_path / "demo", "--steps=40").out
+    assert "report.html" in cli("demo", "--output", tmp_path / "demo", "--steps=4").out
     assert (tmp_path / "demo" / "report.html").stat().st_size > 50_000
 
 

@@ -1,8 +1,7 @@
-"""`locality train`, `finetune`, `recipes` and `demo`; `locality.fit` is `train` in Python."""
+"""`locality train`, `finetune` and `recipes`; `locality.fit` is `train` in Python."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import shlex
@@ -21,7 +20,7 @@ from locality.files import missing, read_yaml
 from locality.machine import end_if_importing, is_main_process
 from locality.models.variants import PREFIX
 from locality.progress import doing
-from locality.runs import Run, check_outside_runs, is_run_folder
+from locality.runs import Run, is_run_folder
 from locality.settings import flatten, replace, to_dict, to_yaml
 from locality.training.config import LENGTHS, RunConfig, read_config
 from locality.training.folder_checks import check_places
@@ -269,7 +268,10 @@ def prepare(
         name = "finetune"
     config = RECIPES[name]()
     weights, entry = given.get("weights") or config.weights, given.get("entry")
-    check_places(replace(config, {"weights": weights, "entry": entry}), folder)
+    places = {name: value for name, value in given.items() if name.startswith("data.")}
+    config = replace(config, places | {"weights": weights, "entry": entry})
+    check_places(config, folder)
+    check_root(config.data)
     with doing(f"reading {given['data.root']}, choosing model and settings", quiet):
         from locality.data import open_data
         from locality.training.autofit import autofit, provisional
@@ -397,47 +399,3 @@ def recipes(arguments: Sequence[str]) -> None:
         return
     config = recipe(name)
     print(describe(name), to_yaml(config), sep="\n\n", end="")
-
-
-def demo(arguments: Sequence[str]) -> int | None:
-    """Train ConViT and its DeiT baseline on 5% and on all of scikit-learn's handwritten digits,
-    measure their attention, and write a report with attention maps and pixel baselines. Takes
-    about two minutes on two cores; nothing is downloaded.
-
-    Returns:
-        1 if a run failed.
-    """
-    parser = Parser("demo", demo.__doc__)
-    parser.add("--output", "demo", "folder for the runs and report.html")
-    parser.add("--seeds", 1, "runs of each model and fraction")
-    parser.add("--cvt", False, "also train the CvT of this size")
-    parser.add("--steps", None, "optimizer steps; the recipe's by default", checks.Count)
-    parser.add("--jobs", 2, "number of parallel runs")
-    options = parser.read(arguments)
-
-    from locality.analysis.recording import record_missing
-    from locality.report import build_report
-    from locality.runner.runs import Request, run_all
-
-    root = Path(options.output)
-    check_outside_runs(root)
-    models = ["convit_nano", "deit_nano", *(["cvt_nano"] if options.cvt else [])]
-    length = {} if options.steps is None else {"schedule.steps": options.steps}
-    runs = []
-    for seed, fraction, model in itertools.product(range(options.seeds), (0.05, 1.0), models):
-        choices = {"model.name": model, "data.fraction": fraction, "seed": seed}
-        # Not the images that the recipe was tuned on; a new split for each seed.
-        choices |= {"data.part": (0.25, 1.0), "data.split_seed": seed}
-        config = recipe("digits", choices | length)
-        name = f"{model}-{100 * fraction:g}pct-s{seed}"
-        runs.append(Request(name, config, root / "runs" / name))
-    print(f"Training {len(runs)} models on handwritten digits, {options.jobs} at a time …")
-    outcomes = run_all(runs, jobs=options.jobs)
-    if failed := [outcome for outcome in outcomes if outcome.error is not None]:
-        print("\n".join(f"{outcome.run.name} failed: {outcome.error}" for outcome in failed))
-        return 1
-    print("Measuring their attention …")
-    record_missing(run.folder for run in runs)
-    report = build_report([root / "runs"], root / "report.html")
-    print(f"Open {report} in a browser.")
-    return None

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from locality.data.config import DataConfig as DataConfig
     from locality.data.config import Decoding as Decoding
     from locality.data.config import Preprocessing as Preprocessing
+    from locality.data.crops import write_crops as write_crops
     from locality.data.datasets import CheckReport as CheckReport
     from locality.data.datasets import check as check
     from locality.data.datasets import open_data as open_data

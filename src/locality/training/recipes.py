@@ -59,12 +59,12 @@ def _as(base: RunConfig, recipe: str, **groups: Any) -> RunConfig:
 
 
 def digits(model: str = "convit_nano") -> RunConfig:
-    """Handwritten digits of 8×8 pixels: the small-image recipe, which `locality demo` runs.
+    """Handwritten digits of 8×8 pixels: the small-image recipe.
 
     Command: `locality train digits`, and `--model.name deit_nano` for the baseline.
     Cost: 1,200 steps of 64 images, about 50 s on one core.
     Expect: 92% for ConViT and 90% for DeiT on 5% of the images (`--data.fraction 0.05`), 100% and
-    99% on all (one seed of `locality demo`).
+    99% on all (one seed).
     Chosen from 24 random settings on a quarter of the images, `--data.part "[0, 0.25]"`
     (docs/recipes.md); report results on the others, "[0.25, 1]".
     """
