@@ -1,4 +1,4 @@
-"""The pictures of docs/gallery.md: small models are trained, the page's commands run.
+"""The pictures of docs/gallery.md: the page's commands run, on weights in the package.
 
     python docs/gallery.py        # what `make gallery` does; two minutes on two cores
 
@@ -8,7 +8,6 @@ Needs scikit-image, whose photographs it uses, playwright and chromium.
 from __future__ import annotations
 
 import base64
-import dataclasses
 import io
 import os
 import re
@@ -31,9 +30,10 @@ from locality.data import write_crops
 DOCS = Path(__file__).parent
 PICTURES = DOCS / "gallery"
 SOURCES = Path(skimage.__file__).parent / "data"
-PATCH = (8, 9)  # row and column of the clicked patch, from 1
-# Layer and head of the README's maps; layer 4 attends by content alone.
-MAPS = [(1, 1, "position"), (1, 4, "position"), (4, 2, "mixed"), (4, 3, "mixed")]
+WEIGHTS = "convit_photo.tiny_in200"
+PATCH, GRID = (16, 18), 28  # row and column of the clicked patch, from 1, of so many
+# Layer and head of the README's maps: three gated layers, and the last, which attends by content.
+MAPS = [(1, 4, "both"), (3, 1, "position"), (4, 4, "position"), (5, 2, "content")]
 STYLE = """
 body { margin: 0; background: white; font: 25px sans-serif; color: #222; }
 main { display: flex; gap: 12px; padding: 4px; }
@@ -61,7 +61,7 @@ def write_clothes() -> None:
 def commands() -> list[str]:
     """The commands of the page, in its order."""
     blocks = re.findall(r"^```sh\n(.+?)^```", (DOCS / "gallery.md").read_text(), re.M | re.S)
-    return [block.replace("\\\n", " ") for block in blocks]
+    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
 
 
 def run(command: str) -> None:
@@ -74,19 +74,11 @@ def run(command: str) -> None:
         raise SystemExit(f"it ended with exit code {code}")
 
 
-def save_models() -> None:
-    """The trained model and its snapshots at 224 pixels, and an untrained ConViT-Ti."""
-    trained = open_model("runs/photos")
-    size = {"patch_size": 16, "depth": 5, "gpsa_layers": 3, "img_size": 224}
-    about = {
-        "preprocessing": dataclasses.replace(trained.preprocessing, img_size=224),
-        "classes": trained.classes,
-    }
-    snapshots = {path: f"snapshots/{path.stem}" for path in Path("runs/photos/snapshots").iterdir()}
-    for weights, name in ({Path("runs/photos"): "runs/photos-224"} | snapshots).items():
-        model = locality.create_model("convit_nano", weights=weights, num_classes=12, **size)
-        locality.save(model, name, **about)
+def save_untrained() -> None:
+    """An untrained ConViT-Ti, and an untrained model of the packaged weights' kind."""
     locality.save(locality.create_model("convit_tiny"), "untrained")
+    model = locality.create_model("convit_photo", num_classes=200)
+    locality.save(model, "untrained-photo", preprocessing=open_model(WEIGHTS).preprocessing)
 
 
 def opened(browser: Browser, path: str, width: int, height: int) -> Page:
@@ -111,7 +103,7 @@ def select(page: Page, layer: int, head: int, mode: str = "mixed") -> None:
     page.evaluate("scrollTo(0, 0)")
 
 
-def click_patch(page: Page, row: int, column: int, grid: int = 14) -> None:
+def click_patch(page: Page, row: int, column: int, grid: int) -> None:
     box = page.locator("#grid").bounding_box()
     assert box is not None
     x, y = box["width"] * (column - 0.5) / grid, box["height"] * (row - 0.5) / grid
@@ -132,14 +124,13 @@ def row(browser: Browser, name: str, tiles: list[tuple[bytes, str]]) -> None:
 
 def explorer(browser: Browser) -> None:
     page = opened(browser, "explorer.html", 1100, 860)
-    click_patch(page, *PATCH)
+    click_patch(page, *PATCH, grid=GRID)
     photo = page.locator("#stage").screenshot()
     select(page, *MAPS[-1][:2])
     keep("explorer", page.screenshot())
     tiles = [(photo, "a patch")]
-    for layer, head, mode in MAPS:
-        select(page, layer, head, mode)
-        by = "content" if mode == "mixed" else mode
+    for layer, head, by in MAPS:
+        select(page, layer, head)
         tile = page.locator(".large .chosen .view").screenshot()
         tiles.append((tile, f"layer {layer}: {by}"))
     row(browser, "heads", tiles)
@@ -147,19 +138,20 @@ def explorer(browser: Browser) -> None:
 
 def untrained(browser: Browser) -> None:
     page = opened(browser, "untrained.html", 1100, 860)
-    click_patch(page, *PATCH)
+    click_patch(page, PATCH[0] // 2, PATCH[1] // 2, grid=14)
     select(page, 1, 1, "position")
     keep("figure-3", page.screenshot())
 
 
 def training(browser: Browser) -> None:
     page = opened(browser, "training.html", 1400, 900)
-    click_patch(page, *PATCH)
-    tiles = [(page.locator("#stage").screenshot(), "layer 4")]
-    select(page, 4, 2)
-    for number, snapshot in enumerate(sorted(Path("snapshots").iterdir())):
-        view = page.locator(f".model[data-model='{number}'] .large .chosen .view")
-        tiles.append((view.screenshot(), f"step {int(snapshot.name.removeprefix('step-'))}"))
+    click_patch(page, *PATCH, grid=GRID)
+    tiles = [(page.locator("#stage").screenshot(), "a patch")]
+    for layer, head, _ in (MAPS[1], MAPS[3]):
+        select(page, layer, head)
+        for number, when in enumerate(("untrained", "trained")):
+            view = page.locator(f".model[data-model='{number}'] .large .chosen .view")
+            tiles.append((view.screenshot(), f"layer {layer}, {when}"))
     row(browser, "training", tiles)
 
 
@@ -201,10 +193,8 @@ def gallery() -> None:
         write_crops(Path("photos"), train=40, val=10)
         write_cat(Path("cat.png"))
         write_clothes()
-        train, *others = commands()
-        run(train)
-        save_models()
-        for command in others:
+        save_untrained()
+        for command in commands():
             run(command)
         executable = shutil.which("chromium") or shutil.which("chromium-browser")
         browser = started.chromium.launch(executable_path=executable, args=["--no-sandbox"])

@@ -158,13 +158,14 @@ def test_snippets_run(page, workplace, monkeypatch, capsys):
 
 # Numbers of the README → the record or page of a command's output that has them, and as what.
 PHOTOGRAPHS = "benchmarks/results/photographs-nvidia-h200-2026-11-26.json"
+CARDS = "src/locality/weights/"
 FIRST_DOOR = "benchmarks/results/first_door-2026-11-28.json"
 README_NUMBERS = {
-    "0.3 M parameters": ("docs/gallery.md", "0.3 M parameters"),
-    "240 steps": ("docs/gallery.md", "--steps 240"),
-    "Layer 1:": ("docs/gallery.py", "(1, 1, "),
+    "0.28 M parameters": (CARDS + "convit_photo.tiny_in200.md", "0.28 M parameters"),
+    "200 classes": (CARDS + "convit_photo.tiny_in200.md", "200 classes"),
+    "Layers 3 and 4:": ("docs/gallery.py", '(3, 1, "position")', '(4, 4, "position")'),
     "95% intervals": ("docs/findings.md", "95% interval"),
-    "Layer 4: by content": ("docs/gallery.py", "(4, 3, "),
+    "Layer 5: by content": ("docs/gallery.py", '(5, 2, "content")'),
     "1.3–2.7×": ("docs/speed.md", "| 1.3× (1.3–1.4) |", "| 2.7× (2.6–2.9) |"),
     "224 pixels": ("docs/speed.md", "inference, 224 px"),
     "1.2–3.5×": ("docs/speed.md", "1.21×", "3.52×"),
@@ -184,7 +185,7 @@ README_NUMBERS = {
         ",-0.885,",
     ),
     "243 camera photographs": (FIRST_DOOR, '"train_images": 243'),
-    "95.4% of 153 others": (FIRST_DOOR, '"test_images": 153', '"finetune_3_minutes": 95.42'),
+    "95.4% of 153 others": (FIRST_DOOR, '"test_images": 153', '"finetune_1_minute": 95.42'),
     "5.7, 27.8, 86.5": ("docs/models.md", "| 5.71 |", "| 27.8 |", "| 86.5 |"),
     "73.1, 81.3, 82.4": ("src/locality_papers/published.yaml", "73.1, 91.7", "81.3, 95.7", "82.4,"),
     "20.0, 31.6": ("docs/models.md", "| 20.0 |", "| 31.6 |"),

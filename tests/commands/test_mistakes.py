@@ -76,7 +76,7 @@ WAYS = {
     "compare photos --pretrained": "img_size",
     "compare photos --steps 2 --folds 2": "minutes seeds",
     "explore runs/photos": "entry",
-    "explore runs/photos --live": "entry npz",
+    "explore runs/photos --live": "entry npz img_size",
     "serve runs/photos": "entry",
     "convert runs/photos out": "entry",
     "export runs/photos out.onnx": "entry",

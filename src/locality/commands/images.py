@@ -50,6 +50,7 @@ _RESTRICTIONS = "part fraction train_part val_part fold"
 _WHOLE = {f"data.{name}": getattr(DataConfig(), name) for name in _RESTRICTIONS.split()}
 _READING = {"dataset", "allow_outside", "grey_bits", "exif"}
 _READING |= {"label", "image_column", "label_column", "group_column", "group_by"}
+_SIZE = "side in pixels, or [height,width]"
 _TTA = "average over an image and its mirror image"
 UNKNOWN = "unknown"
 """The prediction for an image below `predict --threshold`."""
@@ -170,7 +171,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     parser = Parser("eval", evaluate.__doc__)
     parser.add_model("model", graph=True)
     parser.add_argument("images", nargs="?", help="folder of images by class, or a labels.csv")
-    parser.add("--img_size", None, "side in pixels, or [height,width]", checks.ImageSize | None)
+    parser.add("--img_size", None, _SIZE, checks.ImageSize | None)
     parser.add("--batch_size", 64, "images per batch")
     parser.add("--precision", "fp32", "fp32, bf16-mixed, fp16-mixed or auto")
     parser.add("--tta", None, _TTA, Literal["flip"])
@@ -339,6 +340,7 @@ def explore(arguments: Sequence[str]) -> None:
     parser.add_model("models", nargs="+", help=f"each a {MODEL}")
     parser.add("--images", None, _IMAGES, nargs="+")
     parser.add("--count", None, "maximum number of images; 8 by default, 20 live", checks.Count)
+    parser.add("--img_size", None, _SIZE, checks.ImageSize | None)
     parser.add("--live", False, "a page that runs small DeiT and ConViT models in the browser")
     parser.add("--npz", False, "write all maps as NumPy arrays instead of a page")
     pages = "explorer.html, live.html or maps.npz"
@@ -347,7 +349,7 @@ def explore(arguments: Sequence[str]) -> None:
     options = parser.read(arguments)
     page_name = "live.html" if options.live else "maps.npz" if options.npz else "explorer.html"
     if options.live:
-        parser.refuse("npz", "has no effect with --live")
+        parser.refuse("npz img_size", "has no effect with --live")
     output = options.output or page_in(options.models, page_name)
 
     models = [GivenModel(model, options) for model in options.models]
@@ -357,6 +359,10 @@ def explore(arguments: Sequence[str]) -> None:
     from locality.analysis.explorer import live_page, write_explorer, write_maps
 
     subjects = [model.opened for model in models]
+    if (size := options.img_size) is not None:
+        subjects = [
+            dataclasses.replace(one, preprocessing=one.preprocessing.at(size)) for one in subjects
+        ]
     names, labels, images = zip(*shown, strict=True)
     if options.live:
         digits = models[0].kind == "run" and models[0].config.data.dataset == "digits"
