@@ -8,6 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from locality.checkpoints.run_state import BEST, load_best_state, read_checkpoint
+from locality.predictions import Predictions
 from locality.runs import Run
 from locality.training import load_run
 from locality.training.evaluation import evaluate_run
@@ -33,6 +34,18 @@ def test_the_weights_of_a_run_are_those_of_its_best_evaluation(tmp_path, evaluat
     assert load_best_state(short)["step"] == 8
     kept = load_run(best)[0].state_dict()
     assert_same(dict(kept), load_file(short / "snapshots/step-00000003.safetensors"))
+
+
+def test_with_class_weights_the_mean_accuracy_of_the_classes_chooses(
+    tmp_path, evaluations, monkeypatch
+):
+    evaluations((90, 1), (50, 1), (60, 1), *itertools.repeat((95, 1), 5))
+    means = itertools.chain((50, 80, 60), itertools.repeat(50))
+    macro = property(lambda _: {"balanced_accuracy": next(means), "macro_f1": 0.0})
+    monkeypatch.setattr(Predictions, "macro", macro)
+    every = {"schedule__eval_every": 1, "schedule__patience": 8}
+    result = train(tiny(objective__class_weights=True, **every), tmp_path)
+    assert (result["best_step"], result["top1"]) == (2, 50)
 
 
 def test_what_is_reported_is_what_an_evaluation_of_the_run_gives(tmp_path):

@@ -123,9 +123,11 @@ def _closing(job: Job, result: dict[str, Any], baselines: str) -> list[str]:
         lines[-1] += f"; {len(never)} never predicted: {some(never)}"
     lines.append(f"folder    {folder}")
     if job.plan.probes and last:
-        first, *_, end = (row["top1"] for row in job.folder.curve)
+        top1, step = {row["step"]: row["top1"] for row in job.folder.curve}, kept or last
         which = "fine-tuned" if kept else "the linear probe's, which fine-tuning did not improve"
-        lines.insert(1, f"weights   {which}: {first:.1f}% before, {end:.1f}% after {last:,} steps")
+        lines.insert(
+            1, f"weights   {which}: {top1[0]:.1f}% before, {top1[step]:.1f}% after {step:,} steps"
+        )
     elif kept < last:
         lines[-1] += (
             f", opened with the weights of step {kept:,}, the best evaluation (an optimistic "

@@ -104,7 +104,8 @@ class ScheduleConfig:
             and the end of the run save too.
         snapshot_every: interval between copies of the weights kept for analysis, in epochs if
             `epochs` is set, else in steps; None keeps none.
-        patience: stop when validation top-1 (or the loss, at equal top-1) has not improved for
+        patience: stop when validation top-1 (with `objective.class_weights`, the mean accuracy of
+            the classes; or the loss, at equal accuracy) has not improved for
             this long, and keep the best weights; set to the run's length, keep the best weights
             without stopping early. None trains to the end and keeps the last weights.
     """

@@ -321,6 +321,9 @@ class Loop:
         if not state.step:
             self._begun = time.perf_counter()  # the probe is no step
         self.recorder.log_evaluation(row, found["n"], self._evaluation)
+        if self.config.objective.class_weights:
+            predictions = collector.predictions(self.splits.val, self.splits.classes)
+            row["balanced_accuracy"] = predictions.macro["balanced_accuracy"]
         if not self.plan.keeps_best:
             self.recorder.write_predictions(collector)
         elif not state.best or self._is_kept(row):
@@ -344,7 +347,7 @@ class Loop:
         if state.step - state.best["step"] < patience:
             return False
         self.recorder.log(
-            f"step {state.step}: top-1 has not risen since step {state.best['step']}: stopping"
+            f"step {state.step}: accuracy has not risen since step {state.best['step']}: stopping"
         )
         return True
 
@@ -389,5 +392,8 @@ class Loop:
 
 
 def _selection_key(row: dict[str, Any]) -> tuple[float, float]:
-    """The sort key of evaluations, largest for the best: top-1, then the loss."""
-    return row["top1"], -row["val_loss"]
+    """The sort key of evaluations, largest for the best: top-1, then the loss.
+
+    With class weights, the mean accuracy of the classes is in top-1's place.
+    """
+    return row.get("balanced_accuracy", row["top1"]), -row["val_loss"]
