@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from locality import checks
 from locality.commands import Parser
@@ -12,7 +13,7 @@ from locality.runs import check_outside_runs
 from locality.training.recipes import recipe
 
 WEIGHTS = ("convit_photo.tiny_in200", "cvt_photo_plus.tiny_in200")
-_CNN = {"model.name": "timm/test_resnet", "model.img_size": 64}
+_CNN: dict[str, Any] = {"model.name": "timm/test_resnet", "model.img_size": 64}
 
 
 def demo(arguments: Sequence[str]) -> int | None:
@@ -38,17 +39,16 @@ def demo(arguments: Sequence[str]) -> int | None:
     from locality.report import build_report
     from locality.runner.runs import Request, run_all
 
-    every = {
+    every: dict[str, Any] = {
         "data.dataset": "folder", "data.root": str(root.resolve() / "photos"), "engine.threads": 1,
         "schedule.steps": options.steps, "schedule.eval_every": max(1, options.steps // 4),
     }  # fmt: skip
-    starts = [
-        ("finetune", {"model.name": SOURCES[name].model, "weights": name}) for name in WEIGHTS
-    ]
+    models = [{"model.name": SOURCES[name].model, "weights": name} for name in WEIGHTS]
     runs = []
     for seed in range(options.seeds):
-        for name, choices in (*starts, ("photos", _CNN)):
-            config = recipe(name, choices | every | {"seed": seed})
+        for model in (*models, _CNN):
+            choices = model | every | {"seed": seed}
+            config = recipe("finetune" if "weights" in model else "photos", choices)
             label = f"{config.model.name.replace('/', '-')}-s{seed}"
             runs.append(Request(label, config, root / "runs" / label))
     print(f"Training {len(runs)} models on photographs, {options.jobs} at a time …")
