@@ -12,7 +12,7 @@ from locality.data.crops import write_crops
 from locality.runs import check_outside_runs
 from locality.training.recipes import recipe
 
-WEIGHTS = ("convit_photo.tiny_in200", "cvt_photo_plus.tiny_in200")
+WEIGHTS = ("convit_photo.tiny_in200", "deit_photo.tiny_in200", "cvt_photo_plus.tiny_in200")
 _CNN: dict[str, Any] = {"model.name": "timm/test_resnet", "model.img_size": 64}
 
 
