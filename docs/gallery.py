@@ -170,13 +170,10 @@ def report(browser: Browser) -> None:
     page = opened(browser, "runs/photos/report.html", 1000, 900)
     keep("report", page.screenshot())
     keep("mistakes", page.locator(".mistakes").screenshot())
-    for name, heading, height in (
-        ("training-measures", "During training", 800),
-        ("maps", "Attention maps of single heads", 600),
-    ):
-        page.set_viewport_size({"width": 1000, "height": height})
-        page.get_by_role("heading", name=heading).evaluate("heading => heading.scrollIntoView()")
-        keep(name, page.screenshot())
+    page.set_viewport_size({"width": 1000, "height": 600})
+    heading = page.get_by_role("heading", name="Attention maps of single heads")
+    heading.evaluate("heading => heading.scrollIntoView()")
+    keep("maps", page.screenshot())
 
 
 def comparison(browser: Browser) -> None:
