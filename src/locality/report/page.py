@@ -194,6 +194,8 @@ def pair_sentence(comparison: BaselinePair) -> str:
 
 
 def _points(difference: float) -> str:
+    if abs(difference) < 0.05:
+        return "equal to a tenth of a point"
     word = "more" if difference > 0 else "fewer"
     return f"{abs(difference):.1f} percentage points {word}"
 
