@@ -14,7 +14,7 @@ import sys
 from argparse import SUPPRESS, Namespace
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,6 +24,7 @@ from locality.data.config import DataConfig
 from locality.data.tables import has_table
 from locality.errors import UserError, near, prefix_errors
 from locality.files import missing, read_text
+from locality.machine import spare_threads
 from locality.settings import flatten, parse, settings_of, to_dict
 from locality.training.config import RunConfig, read_config
 
@@ -255,12 +256,9 @@ class GivenModel:
     @cached_property
     def opened(self) -> Classifier:
         """The loaded model."""
-        import torch
-
         from locality.checkpoints.api import open_model
-        from locality.machine import spare_threads
 
-        torch.set_num_threads(spare_threads())
+        _use_spare_threads()
         given = self._options
         opened = open_model(self.what, given.variant, given.entry, given.set)
         if (names := self.class_names) is None:
@@ -273,6 +271,13 @@ class GivenModel:
         """The lines of `--class_map`."""
         file = self._options.class_map
         return None if file is None else read_text(file).splitlines()
+
+
+@cache  # a second model would otherwise halve the threads again
+def _use_spare_threads() -> None:
+    import torch
+
+    torch.set_num_threads(spare_threads())
 
 
 def say(sentence: str) -> None:
