@@ -216,6 +216,8 @@ def test_pages_lie_in_what_they_are_of(run, images, tmp_path, cli, monkeypatch):
     )
     gate = gate[:, None, None]
     assert mixed.shape == shape and np.allclose(mixed, (1 - gate) * content + gate * position)
+    cli("explore", run, "--images", images, "--npz", "--img_size=16", "--output", "twice.npz")
+    assert np.load("twice.npz")["1.blocks.0.attn.mixed"].shape == (shape[0], 4, 64, 64)
     here = cli("report", run, "--output", "here.html").out
     assert Path(here.strip()) == tmp_path / "here.html"
 
