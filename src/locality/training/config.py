@@ -105,9 +105,9 @@ class ScheduleConfig:
         snapshot_every: interval between copies of the weights kept for analysis, in epochs if
             `epochs` is set, else in steps; None keeps none.
         patience: stop when validation top-1 (with `objective.class_weights`, the mean accuracy of
-            the classes; or the loss, at equal accuracy) has not improved for
-            this long, and keep the best weights; set to the run's length, keep the best weights
-            without stopping early. None trains to the end and keeps the last weights.
+            the classes; or the loss, at equal accuracy) has not improved for this long, and keep
+            the best weights; set to the run's length, keep the best weights without stopping early.
+            None trains to the end and keeps the last weights.
     """
 
     epochs: checks.Positive | None = None

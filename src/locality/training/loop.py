@@ -321,7 +321,7 @@ class Loop:
         if not state.step:
             self._begun = time.perf_counter()  # the probe is no step
         self.recorder.log_evaluation(row, found["n"], self._evaluation)
-        if self.config.objective.class_weights:
+        if self.config.objective.class_weights:  # of the choice, no column of metrics.csv
             predictions = collector.predictions(self.splits.val, self.splits.classes)
             row["balanced_accuracy"] = predictions.macro["balanced_accuracy"]
         if not self.plan.keeps_best:

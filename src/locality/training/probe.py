@@ -205,8 +205,9 @@ def fit_probe(rows: Floats, labels: Labels, num_classes: int, balanced: bool = F
     for strength in STRENGTHS:
         loss = correct = 0.0
         for train, test in folds:
-            fold = rows[train], labels[train], num_classes, strength, balanced
-            linear = _linear(*fold, _COMPARED_TOLERANCE)
+            linear = _linear(
+                rows[train], labels[train], num_classes, strength, balanced, _COMPARED_TOLERANCE
+            )
             logits, own = rows[test] @ linear[0].T + linear[1], labels[test]
             loss -= log_softmax(logits, axis=1)[np.arange(len(test)), own].sum()
             correct += (logits.argmax(axis=1) == own).sum()
