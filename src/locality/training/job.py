@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -188,8 +189,9 @@ class Job:
         """The linear probe of the run's model; it chooses among `sizes`."""
         if self.probe is None:
             self._check_classes()
+            log = None if quiet or not self.sizes else partial(print, "locality:", file=sys.stderr)
             with doing("passing the images through the frozen network", quiet):
-                size, self.probe = probe_run(self.config, self.splits, self.sizes)
+                size, self.probe = probe_run(self.config, self.splits, self.sizes, log)
             self.config = replace(self.config, {"model.img_size": size})
         return self.probe
 

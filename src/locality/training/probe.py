@@ -9,7 +9,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +43,8 @@ _FOLDS, _COMPARED_IMAGES, _ITERATIONS = 5, 1000, 300
 _TOLERANCE, _COMPARED_TOLERANCE = 1e-6, 1e-4
 # Small batches: at 224 pixels, the feature maps of 32 images leave the processor's cache.
 _BATCH, _TIMED_IMAGES, _FEWEST_IMAGES = 16, 16, 20
-# Of a run's minutes, and seconds in which smaller image sizes are compared.
-_SHARE, _COMPARING = 0.4, 20.0
+_SHARE = 0.4  # of a run's minutes
+_SMALLER = 0.25  # of that time, for smaller image sizes beside
 _LEAST_DEVIATION = 0.3  # of a feature, of the median feature's
 
 Floats = npt.NDArray[np.float64]
@@ -118,17 +118,24 @@ def _evenly(labels: Labels, most: int) -> Labels:
     return labels.argsort(kind="stable")[np.arange(most) * len(labels) // most]
 
 
-def probe_run(config: RunConfig, splits: DataSplits, sizes: Sequence[Any] = ()) -> SizedProbe:
+def probe_run(
+    config: RunConfig,
+    splits: DataSplits,
+    sizes: Sequence[Any] = (),
+    log: Callable[[str], None] | None = None,
+) -> SizedProbe:
     """The probe of a run's network before its first step, on its training images.
 
-    A run of minutes passes as many images as it can in two fifths of them.
+    A run of minutes passes as many images as it can in two fifths of them. Smaller sizes
+    have a quarter of that time beside.
 
     Args:
         config: the run.
         splits: its images.
         sizes: image sizes from which to choose, ascending; by default the run's own. They are the
-            largest at which all images pass in time, and smaller ones if that takes seconds. The
-            lowest cross entropy decides.
+            largest at which all images pass in time, and smaller ones. The lowest cross entropy
+            decides.
+        log: called with each size's result, the smallest first.
 
     Returns:
         the image size and the probe.
@@ -142,7 +149,7 @@ def probe_run(config: RunConfig, splits: DataSplits, sizes: Sequence[Any] = ()) 
     found: list[SizedProbe] = []
     with arithmetic_threads(config.engine.threads):
         if config.schedule.minutes is not None:
-            limit = 60 * config.schedule.minutes * _SHARE
+            limit = _SHARE * 60 * config.schedule.minutes
             model, _ = initialize_model(config, splits.classes)
             for images in (1, _TIMED_IMAGES):  # the first is slow
                 started = time.perf_counter()
@@ -152,15 +159,17 @@ def probe_run(config: RunConfig, splits: DataSplits, sizes: Sequence[Any] = ()) 
             *smaller, largest = [size for size in sizes if seconds[size] <= limit] or sizes[:1]
             fewest = min(most, _FEWEST_IMAGES * len(splits.classes))
             most = max(fewest, int(most * min(1.0, limit / seconds[largest])))
-            totals = itertools.accumulate(seconds[size] for size in (largest, *smaller[::-1]))
-            pairs = zip((largest, *smaller[::-1]), totals, strict=True)
-            sizes = [size for size, total in pairs if size == largest or total <= _COMPARING]
+            totals = itertools.accumulate(seconds[size] for size in smaller)
+            pairs = zip(smaller, totals, strict=True)
+            sizes = [*(size for size, total in pairs if total <= _SMALLER * limit), largest]
         for size in sizes:
             sized = replace(config, {"model.img_size": size})
             model, _ = initialize_model(sized, splits.classes)
             rows, labels = extract(model, _some(splits.train, most), sized, device)
             balanced = config.objective.class_weights
             found.append((size, fit_probe(rows, labels, len(splits.classes), balanced)))
+            if log is not None:
+                log(f"{size} pixels: {found[-1][1]}")
     return min(found, key=lambda pair: pair[1].loss)
 
 
