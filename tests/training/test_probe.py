@@ -171,7 +171,9 @@ def test_sizes_are_those_that_the_model_takes(monkeypatch):
     assert probed_sizes(config, 300) == [64, 96]
     config = replace(tiny(), {"schedule.steps": None, "schedule.minutes": 1})
     splits = open_data(DataConfig(fraction=0.2), 0)
-    size, probe = probe_run(config, splits, [4, 8])
+    logged: list[str] = []
+    size, probe = probe_run(config, splits, [4, 8], logged.append)
+    assert [line[:4] for line in logged] == ["4×4 ", "8×8 "] and f"{probe.top1:.1f}%" in str(logged)
     other = probe_run(replace(config, {"model.img_size": 12 - size}), splits)[1]
     assert probe.images == len(splits.train) and probe.loss < other.loss
     monkeypatch.setattr("locality.training.probe._SHARE", 1e-9)  # no time

@@ -169,7 +169,8 @@ def probe_run(
             balanced = config.objective.class_weights
             found.append((size, fit_probe(rows, labels, len(splits.classes), balanced)))
             if log is not None:
-                log(f"{size} pixels: {found[-1][1]}")
+                height, width = to_2tuple(size)
+                log(f"{height}×{width} pixels: {found[-1][1]}")
     return min(found, key=lambda pair: pair[1].loss)
 
 
