@@ -35,7 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("images:serve", "serve a model as a local web page and an HTTP endpoint"),
     "reproduce": ("locality_papers.commands:reproduce", "reproduce a paper's table or figure"),
     "convert": ("models:convert", "convert weights from one format to another"),
-    "export": ("models:export", "write a model as ONNX or a torch.export program"),
+    "export": ("models:export", "write a model as an ONNX graph"),
     "data": ("images:folders", "check a folder of images"),
 }
 

@@ -36,7 +36,8 @@ GATES_FALL = 0.731
 
 _NEAR_0 = 0.1
 _POSITION_TELLS = (
-    "in 4×4 tokens where a stroke lies nearly tells a digit; where it does not, see beyond/shuffled"
+    "in 4×4 tokens the place of a stroke nearly identifies a digit; for images where it does not, "
+    "see beyond/shuffled"
 )
 
 

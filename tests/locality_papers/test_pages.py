@@ -54,7 +54,7 @@ CLAIMS = {
         ("digits", "less", "Does masking content in "),
         ("digits", "no", "Does masking content cost more than masking position?"),
     ],
-    "shuffled in every image, by AdamW at ten times their rate, gates fall": [
+    "shuffled in every image, gates fall (AdamW, gates at ten times the learning rate)": [
         ("digits", "yes", "Patches each in its own order: do gates fall?")
     ],
     "with 10,000 images DeiT is 1.5 points below it, ConViT 0.9 (not significant)": [

@@ -274,7 +274,7 @@ def prepare(
     config = replace(config, places | {"weights": weights, "entry": entry})
     check_places(config, folder)
     check_root(config.data)
-    with doing(f"reading {given['data.root']}, choosing model and settings", quiet):
+    with doing(f"reading {given['data.root']}, choosing settings", quiet):
         from locality.data import open_data
         from locality.training.autofit import autofit, provisional
         from locality.training.job import Job

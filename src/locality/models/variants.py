@@ -71,7 +71,7 @@ _TABLE_1 = "ConViT Table 1"
 _CVT_TABLE_2 = "CvT Table 2"
 _EQUAL = "ConViT's width and heads, for comparison at equal size"
 _SMALL = "sized for small images"
-_PHOTO = "sized for photographs of 28 to 64 pixels, three minutes on a core"
+_PHOTO = "sized for photographs of 28 to 64 pixels"
 
 # Small images. A DeiT has the width, depth, heads and patches of its ConViT; a CvT of the same size
 # name ends on the same patch grid.
