@@ -45,7 +45,10 @@ def test_takes_the_convolution_only_where_it_pays(monkeypatch):
     assert not convolves(large)
 
 
-def test_an_exported_graph_says_linear(through_convolution):
+def test_an_exported_graph_says_linear_for_any_number_of_images(monkeypatch):
+    monkeypatch.setattr(fast, "_USE_ONEDNN", True)
+    monkeypatch.setattr(fast, "_MIN_ELEMENTS", 100)  # 25 of the rows below
+
     class Fast(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -54,7 +57,8 @@ def test_an_exported_graph_says_linear(through_convolution):
         def forward(self, x):
             return linear(self.layer, x)
 
-    graph = torch.export.export(Fast(), (torch.randn(2, 4),)).graph
+    axes = ({0: torch.export.Dim("batch", min=1)},)
+    graph = torch.export.export(Fast(), (torch.randn(2, 4),), dynamic_shapes=axes).graph
     targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
     assert targets == ["aten.linear.default"]
 

@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
+from transformers import AutoModelForImageClassification
 
 import locality
+from locality.checkpoints import export
 from locality.checkpoints.run_state import BEST, load_best_state
 from locality.data import DataConfig, open_data
 from locality.errors import UserError
@@ -24,6 +27,7 @@ from locality.training.autofit import probed_sizes
 from locality.training.job import Job
 from locality.training.probe import extract, fit_probe, probe_run
 from locality.training.recipes import recipe
+from locality.transformers import from_locality
 
 from .conftest import assert_same_run, tiny, train
 
@@ -79,7 +83,18 @@ def test_a_frozen_backbone_ends_with_scikit_learns_classifier(kind, tmp_path):
         ours = model.get_classifier()(torch.from_numpy(rows).float()).softmax(dim=1)
     np.testing.assert_allclose(ours.numpy(), theirs.predict_proba(rows), atol=1e-4)
     assert (result["steps"], result["best_step"]) == (0, 0)
-    assert locality.load(tmp_path)(images).shape == (4, 10)
+    opened = locality.load(tmp_path).eval()
+    with torch.no_grad():
+        logits = model(images)
+        torch.testing.assert_close(opened(images), logits)
+        for part in from_locality(tmp_path):
+            part.save_pretrained(tmp_path / "theirs")
+        theirs = AutoModelForImageClassification.from_pretrained(tmp_path / "theirs")
+        torch.testing.assert_close(theirs(images).logits, logits)
+    export(opened, tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    (exported,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+    np.testing.assert_allclose(exported, logits.numpy(), atol=1e-4)
 
 
 def test_what_hardly_varied_in_training_does_not_outweigh_the_rest():

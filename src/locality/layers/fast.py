@@ -39,13 +39,14 @@ def linear(layer: nn.Module, x: Tensor, rows: slice | None = None) -> Tensor:
     """
     convolve = (
         _USE_ONEDNN
+        # An exported graph runs on other machines, and for any number of images: their number is
+        # not asked for.
+        and not (torch.compiler.is_exporting() or torch.jit.is_tracing())
         and isinstance(x, Tensor)  # not while tracing
         and x.device.type == "cpu"
         and x.dtype == torch.float32
         and x.numel() >= _MIN_ELEMENTS
         and not torch.is_autocast_enabled("cpu")
-        # An exported graph runs on other machines.
-        and not (torch.compiler.is_exporting() or torch.jit.is_tracing())
     )
     if not (convolve or rows) or type(layer) is not nn.Linear or _is_observed(layer):
         out = layer(x)
