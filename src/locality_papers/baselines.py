@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sklearn.metrics.pairwise import rbf_kernel
 from sklearn.svm import SVC
 
 from locality.analysis.baselines import (
@@ -42,7 +43,10 @@ def _baseline(name: str) -> Measure:
 def _support_vectors(run: Request) -> float:
     """Top-1 of scikit-learn's support vector machine with its default Gaussian kernel."""
     train, labels, val, targets = split_pixels(*baseline_inputs(run.config))
-    return float(100 * SVC().fit(train, labels).score(val, targets))
+    # The kernel by matrix products: minutes less than by libsvm's loops.
+    gamma = 1 / (train.shape[1] * train.var())  # SVC's
+    model = SVC(kernel="precomputed").fit(rbf_kernel(train, gamma=gamma), labels)
+    return float(100 * model.score(rbf_kernel(val, train, gamma=gamma), targets))
 
 
 _SVM = "support vector machine"

@@ -279,8 +279,14 @@ class LocalExecutor:
                 ended = [pair for pair in running if pair[1].done()]
                 for run, worker in ended:
                     running.remove((run, worker))
-                    self._idle.append(worker)
-                    yield Outcome(run, worker.error())
+                    error = worker.error()
+                    # The next run starts before this one is measured, which may take minutes.
+                    if waiting:
+                        next_run = waiting.pop(0)
+                        running.append((next_run, worker.start(next_run)))
+                    else:
+                        self._idle.append(worker)
+                    yield Outcome(run, error)
                 if not ended:
                     time.sleep(_POLL_SECONDS)
         finally:
