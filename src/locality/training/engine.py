@@ -11,7 +11,6 @@ import contextlib
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -125,21 +124,6 @@ def _clear_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-@dataclass(frozen=True)
-class Start:
-    """What rank 0 found in a run's folder, for all processes.
-
-    Attributes:
-        config: the run, with what rank 0 has chosen.
-        checkpoint: the name of the checkpoint to resume; "" for none.
-        result: that of a finished run.
-    """
-
-    config: RunConfig
-    checkpoint: str = ""
-    result: dict[str, Any] | None = None
-
-
 def _train(
     job: Job,
     quiet: bool,
@@ -150,23 +134,22 @@ def _train(
 ) -> dict[str, Any]:
     folder, checkpoint = job.folder, None
 
-    def check() -> Start:
+    def check() -> tuple[RunConfig, dict[str, Any] | None, str]:
         nonlocal checkpoint
         with doing("checking images and settings", quiet, at_once=False):
-            start, checkpoint = _check(job)
-        return start
+            result, name, checkpoint = _check(job)
+        return job.config, result, name
 
-    start: Start = _on_rank0(fabric, check)
-    if start.result is not None:
+    config, result, name = _on_rank0(fabric, check)
+    if result is not None:
         if fabric.is_global_zero and not quiet:
-            print(f"run {folder.path} is finished: top-1 {start.result['top1']:.2f}%")
-        return start.result
+            print(f"run {folder.path} is finished: top-1 {result['top1']:.2f}%")
+        return result
     if not fabric.is_global_zero:  # after rank 0 has checked everything
-        job.config = start.config
+        job.config = config
         job.open()
-        if start.checkpoint:
-            checkpoint = read_checkpoint(folder.checkpoints / start.checkpoint)
-    config = job.config
+        if name:
+            checkpoint = read_checkpoint(folder.checkpoints / name)
     with arithmetic_threads(config.engine.threads), SignalHandler().installed() as signals:
         # A resumed run takes its weights from the checkpoint, whatever it started from.
         if checkpoint is None:
@@ -180,24 +163,16 @@ def _train(
             model = build_model(config, len(job.splits.classes))
         parts = components(fabric, job, model)
         state = TrainState() if checkpoint is None else parts.load(checkpoint)
-        _on_rank0(fabric, lambda: _begin(job))
+        _on_rank0(fabric, lambda: _begin(job, state.step, str(fabric.device)))
         recorder: Any = NoRecorder()
         if fabric.is_global_zero:
             metrics = "" if checkpoint is None else checkpoint["metrics"]
             recorder = Recorder(job, state, metrics, quiet, on_evaluation)
         with contextlib.closing(recorder):
-            if fabric.is_global_zero:
-                folder.record_start(
-                    config.seed,
-                    step=state.step,
-                    workers=config.data.workers,
-                    device=str(fabric.device),
-                    precision=job.precision,
-                )
-                if state.step:
-                    job.notes.insert(0, f"resumed after step {state.step:,}")
-                lines = [f"run {folder.path}, seed {config.seed}", *str(job).splitlines()]
-                recorder.log("\n  ".join(lines))
+            if state.step:
+                job.notes.insert(0, f"resumed after step {state.step:,}")
+            lines = [f"run {folder.path}, seed {config.seed}", *str(job).splitlines()]
+            recorder.log("\n  ".join(lines))
             loop = Loop(fabric, job, parts, recorder, signals, state, started)
             return fabric.broadcast(recorder.finish(loop.run()))
 
@@ -217,11 +192,11 @@ def _on_rank0(fabric: Fabric, function: Callable[[], Any]) -> Any:
     return value
 
 
-def _check(job: Job) -> tuple[Start, dict[str, Any] | None]:
+def _check(job: Job) -> tuple[dict[str, Any] | None, str, dict[str, Any] | None]:
     """Open a run and check everything without writing, and lock the folder if it is a run's.
 
     Returns:
-        the start, and the checkpoint to resume.
+        the result of a finished run, else the name and content of the checkpoint to resume, if any.
 
     Raises:
         UserError: if the run cannot work as configured, or cannot continue with its images.
@@ -240,7 +215,7 @@ def _check(job: Job) -> tuple[Start, dict[str, Any] | None]:
     if result is not None:
         check_decay(folder, config, int(result["steps"]))
         check_images(folder, config.data, job.images, result.get("images"))
-        return Start(config, result=result), None
+        return result, "", None
     check_space(folder, job.checkpoint_bytes, best=job.plan.keeps_best)
     checkpoint, name, passed_over = CheckpointFolder(folder.checkpoints).load()
     job.notes += [f"{reason}; continuing from the one before it" for reason in passed_over]
@@ -260,11 +235,11 @@ def _check(job: Job) -> tuple[Start, dict[str, Any] | None]:
                 f"continue; restore them or start in a new folder"
             )
         job.notes += changed
-    return Start(config, name), checkpoint
+    return None, name, checkpoint
 
 
-def _begin(job: Job) -> None:
-    """Lock and write the folder: the run's settings, classes and images.
+def _begin(job: Job, step: int, device: str) -> None:
+    """Lock and write the folder: the run's settings, classes and images, and this start.
 
     Raises:
         UserError: if another run has taken the folder, or it cannot be written to.
@@ -284,3 +259,5 @@ def _begin(job: Job) -> None:
     write_atomic(folder.images_file, job.images.table)
     folder.write_json(folder.classes_file, splits.classes)
     folder.write_json(folder.counts_file, splits.train.counts(splits.classes))
+    start = {"workers": job.config.data.workers, "device": device, "precision": job.precision}
+    folder.record_start(job.config.seed, step=step, **start)
