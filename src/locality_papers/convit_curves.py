@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from locality.figures.charts import percent
-from locality.training.cost import image_counts, parameters
+from locality.training.cost import image_counts
 from locality_papers import published
 from locality_papers.convit_tables import INGREDIENTS
 from locality_papers.experiment import Experiment, experiment, line, minus, relative_gain, shaded
@@ -16,6 +16,7 @@ from locality_papers.measures import (
     LEARNING_CURVE,
     TOP1,
     TOP1_EARLY,
+    parameters,
     top1_at,
 )
 from locality_papers.runs import FAMILIES, Scale, variation

@@ -145,13 +145,14 @@ def add_taught(t: Experiment, s: Scale, key: Key, measure: Measure, role: str) -
         if seen == 1.0:
             t.missing(*key, "the students use all images; none are left for a teacher")
             return
+        length = base.schedule.unit
         settings: dict[str, Any] = {
             "model.name": s.teacher,
             "model.img_size": base.model.img_size,
             "model.patch_size": None,
             "data.root": s.root_of(base.data.dataset),
             "data.train_part": (seen, 1.0),
-            **base.schedule.lasting(2),
+            f"schedule.{length}": 2 * getattr(base.schedule, length),
         }
         needs = (s.run(replace(base, settings), f"teacher {s.teacher}"),)
     t.run(

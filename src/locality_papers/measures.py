@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import cache
 from statistics import fmean
 from typing import Any
 
@@ -16,9 +17,10 @@ from locality.analysis.recording import measure_trajectory
 from locality.checkpoints import open_model
 from locality.data.loader import Batch
 from locality.errors import UserError
+from locality.models import build, count_parameters
 from locality.runner.runs import Request
 from locality.training.config import RunConfig, ScheduleConfig
-from locality.training.cost import forward_macs, image_counts, parameters
+from locality.training.cost import forward_macs, image_counts
 from locality.training.evaluation import evaluate_opened
 from locality.training.optim import create_schedule, make_plan
 from locality_papers.experiment import Effect, Experiment
@@ -187,6 +189,13 @@ def summed_rate(config: RunConfig) -> float:
         schedule.step_update(step)
         total += optimizer.param_groups[0]["lr"]
     return config.optim.position_lr_factor * total
+
+
+@cache
+def parameters(architecture: Any, classes: int) -> int:
+    """The number of parameters of a model."""
+    with torch.device("meta"):
+        return count_parameters(build(architecture, num_classes=classes))
 
 
 def count(t: Experiment, row: str, model: Callable[[], Any]) -> None:

@@ -164,11 +164,6 @@ class ScheduleConfig:
         """The unit of the length: "epochs", "steps" or "minutes"."""
         return next(name for name in LENGTHS if getattr(self, name) is not None)
 
-    def lasting(self, times: float) -> dict[str, float]:
-        """The length setting, by dotted name, of a run `times` as long."""
-        length = self.length * times
-        return {f"schedule.{self.unit}": length if self.steps is None else max(1, round(length))}
-
 
 LENGTHS = ("epochs", "steps", "minutes")
 """The settings of `ScheduleConfig` of which one gives the length."""

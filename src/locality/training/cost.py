@@ -15,7 +15,7 @@ import torch
 from locality.data import open_data, train_loader
 from locality.data.config import DATASETS, DataConfig
 from locality.machine import arithmetic_threads
-from locality.models import build, count_macs, count_parameters
+from locality.models import build, count_macs
 from locality.progress import format_bytes, format_duration
 from locality.training.config import RunConfig
 from locality.training.devices import autocast, resolve_accelerator
@@ -147,21 +147,11 @@ def _opened(data: DataConfig, seed: int) -> tuple[int, int, int]:
     return len(splits.train), len(splits.val), len(splits.classes)
 
 
-def parameters(model: Any, classes: int) -> int:
-    """The number of parameters of a model."""
-    return _size(model, classes)[0]
-
-
-def forward_macs(model: Any, classes: int) -> int:
-    """Multiply-accumulates of one image's forward pass."""
-    return _size(model, classes)[1]
-
-
 @cache
-def _size(architecture: Any, classes: int) -> tuple[int, int]:
+def forward_macs(architecture: Any, classes: int) -> int:
+    """Multiply-accumulates of one image's forward pass."""
     with torch.device("meta"):
-        network = build(architecture, num_classes=classes)
-    return count_parameters(network), count_macs(network)
+        return count_macs(build(architecture, num_classes=classes))
 
 
 def dry_run(job: Job) -> str:
