@@ -106,6 +106,15 @@ def half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("half_precision")
+def test_a_timm_model_with_arguments_of_its_own_resumes(tmp_path, interrupt):
+    short = {"model.name": "timm/test_resnet", "model.img_size": 16, "model.drop_path_rate": 0.1}
+    config = replace(tiny(), short)
+    train(config, tmp_path / "whole")
+    interrupt(config, tmp_path / "run", 5)
+    train(config, tmp_path / "run")
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
 def test_resuming_is_exact_in_half_precision(tmp_path, interrupt):
     assert_exact(tiny(optim__clip_grad=1.0), tmp_path, [1, 5], interrupt)
     scaler = load_best_state(tmp_path / "run")["scaler"]

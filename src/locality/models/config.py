@@ -499,13 +499,15 @@ class TimmConfig:
     def with_overrides(self, **fields: Any) -> TimmConfig:
         """This configuration with some settings changed; unknown ones are passed to timm.
 
-        None keeps a field, and leaves an argument to timm.
+        None keeps a field, and leaves an argument to timm. An argument is also known by its dotted
+        name, `settings.NAME`.
 
         Raises:
             UserError: for an invalid value, or one passed to timm that is not a `Scalar`.
         """
         own = {field.name: fields.pop(field.name, None) for field in dataclasses.fields(self)}
-        given = self.settings | dict(own.pop("settings") or {}) | fields
+        named = {name.removeprefix("settings."): value for name, value in fields.items()}
+        given = self.settings | dict(own.pop("settings") or {}) | named
         own["settings"] = {name: value for name, value in given.items() if value is not None}
         kept = {name: value for name, value in own.items() if value is not None}
         return dataclasses.replace(self, **kept)

@@ -29,7 +29,7 @@ from locality.files import write_atomic
 from locality.machine import arithmetic_threads
 from locality.progress import doing
 from locality.runs import is_run_folder
-from locality.settings import flatten, replace, to_yaml
+from locality.settings import replace, to_yaml
 from locality.training.config import RunConfig, read_config
 from locality.training.devices import (
     MEETING,
@@ -223,7 +223,7 @@ def _check(job: Job) -> tuple[dict[str, Any] | None, str, dict[str, Any] | None]
         job.notes.append(f"{folder.path} has metrics but no checkpoint: starting again")
     if checkpoint is not None:
         with prefix_errors(folder.config_file):  # it may have been edited
-            before = replace(RunConfig(), flatten(checkpoint["config"]))
+            before = replace(RunConfig(), checkpoint["config"])
             check_same(folder.path, before, config)
         progress = checkpoint["progress"]
         check_decay(folder, config, progress["step"], progress.get("decay"))
