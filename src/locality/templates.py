@@ -35,8 +35,9 @@ def render(
 def _environment(package: str, escaped: bool) -> Any:
     import jinja2
 
+    packages = (package, "locality")  # base.html and the colours are all pages'
     return jinja2.Environment(
-        loader=jinja2.PackageLoader(package),
+        loader=jinja2.ChoiceLoader([jinja2.PackageLoader(name) for name in packages]),
         autoescape=escaped,
         finalize=_visible if escaped else None,
         undefined=jinja2.StrictUndefined,
