@@ -16,7 +16,7 @@ const state = {
   hovered: null, // {model, layer, head, key}
 };
 // The grid of query patches: the first model's last layer.
-const QUERY_GRID = DATA.models[0].layers.at(-1).grid;
+const GRID = DATA.models[0].layers.at(-1).grid;
 // Label of "classToken": models without a class token may have registers.
 const PREFIX = [...new Set(DATA.models.flatMap((model) => model.prefix ?? []))].join(" or ");
 const heads = []; // heads[model][layer][head] for the selected image
@@ -34,16 +34,9 @@ function contentScores(head, width, query) {
 }
 
 // softmax(v · (‖δ‖², δ_row, δ_column)) over the keys.
-function positionalAttention([square, down, right], layer, cell) {
-  const along = (axis, linear) => {
-    const scores = new Float64Array(layer.key_grid[axis]);
-    for (let k = 0; k < scores.length; k++) {
-      const offset = k - cell[axis];
-      scores[k] = (square * offset + linear) * offset;
-    }
-    return softmax(scores);
-  };
-  const rows = along(0, down), columns = along(1, right);
+function positionalAttention([square, down, right], layer, [row, column]) {
+  const [height, width] = layer.key_grid;
+  const rows = axisAttention(square, down, row, height), columns = axisAttention(square, right, column, width);
   return Float64Array.from({ length: rows.length * columns.length },
     (_, k) => rows[Math.floor(k / columns.length)] * columns[k % columns.length]);
 }
@@ -112,15 +105,8 @@ function rolloutOf(model) {
 // Mean distance of a row of attention in patches, over patches only (Eq. 8).
 function distanceOf(layer, attention) {
   if (!attention || state.classToken) return null;
-  const [row, column] = cellOf(layer), [down, right] = layer.key_stride, [top, left] = layer.key_offset;
-  let sum = 0, mass = 0;
-  for (let k = layer.prefix; k < attention.length; k++) {
-    const cell = k - layer.prefix;
-    const y = Math.floor(cell / layer.key_grid[1]) * down + top - row;
-    const x = (cell % layer.key_grid[1]) * right + left - column;
-    sum += attention[k] * Math.hypot(y, x);
-    mass += attention[k];
-  }
+  const { prefix, key_grid: [, columns], key_stride, key_offset } = layer;
+  const [sum, mass] = looked(attention.subarray(prefix), cellOf(layer), columns, key_stride, key_offset);
   return mass > 0 ? sum / mass : null;
 }
 
@@ -132,8 +118,6 @@ function inUnit(layer, attention, distance) {
 
 // Nonlocality of each head in the page's unit.
 const distancesOf = ({ nonlocality, unit }) => nonlocality.map((value) => value === null ? null : value / unit);
-
-const meanOf = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 
 // A layer's gate, if all heads agree to two decimals.
 const commonGate = ({ gates }) =>
@@ -175,30 +159,19 @@ function makeCell(model, index, head, large) {
   const layer = DATA.models[model].layers[index];
   // On a strided grid, each half token shows its nearest key.
   const [height, width] = layer.grid.map((size, axis) => layer.key_stride[axis] === 1 ? layer.key_grid[axis] : 2 * size);
-  const canvas = element("canvas", { width, height });
   const keys = Int32Array.from({ length: width * height }, (_, pixel) =>
     keyAt(layer, (Math.floor(pixel / width) + 0.5) / height, (pixel % width + 0.5) / width));
-  const query = element("i", { class: "query" });
-  const view = element("div", { class: "view" }, element("img", { class: "under", alt: "" }), canvas, query);
-  const node = element("figure", {
-    class: "cell", "data-model": model, "data-layer": index, "data-head": head,
-  }, view);
-  // Layers without gates keep the strip's space, so that rows of different models align.
-  const gate = layer.gates?.[head];
-  const strip = element("span", { class: gate === undefined ? "gate absent" : "gate" });
-  if (gate !== undefined) {
-    strip.style.background = gateColour(gate);
-    strip.title = `gate ${gate.toFixed(2)}`;
-  }
-  node.append(strip);
-  const label = large ? element("span", { class: "label" }) : null;
+  const map = makeMap(element("img", { class: "under", alt: "" }), { width, height },
+    { "data-model": model, "data-layer": index, "data-head": head });
+  const { node, view } = map, label = large ? element("span", { class: "label" }) : null;
+  showGate(map.strip, layer.gates?.[head]);
   if (label) node.append(label);
-  const cell = { model, index, head, node, view, canvas, keys, query, label };
+  const cell = { ...map, model, index, head, keys, label };
   view.addEventListener("pointermove", (event) => hover(cell, event));
   view.addEventListener("click", (event) => {
     hover(cell, event);
     const article = node.closest(".model");
-    choose(head === ROLLOUT ? state.layer : index, head);
+    choosePart(head === ROLLOUT ? state.layer : index, head);
     article.querySelector(".large .chosen").scrollIntoView({ block: "nearest" });
   });
   // Lifting a finger fires pointerleave too; keep the readout then.
@@ -212,7 +185,7 @@ function buildModels() {
     const overview = element("div", { class: "overview" });
     model.layers.forEach((layer, index) => {
       const button = element("button", { title: `show layer ${index + 1} large` }, String(index + 1));
-      button.addEventListener("click", () => choose(index));
+      button.addEventListener("click", () => choosePart(index));
       const row = element("div", { class: "row", "data-layer": index }, button);
       for (let head = 0; head < layer.heads; head++) row.append(makeCell(number, index, head, false));
       overview.append(row);
@@ -238,22 +211,19 @@ function buildLarge() {
     large.replaceChildren();
     for (let head = 0; head < layers[index].heads; head++) large.append(makeCell(number, index, head, true));
     if (state.rollout && canRollOut(DATA.models[number])) large.append(makeCell(number, layers.length - 1, ROLLOUT, true));
-    const chosen = (node) => node.dataset.head === String(state.head);
-    ([...large.children].find(chosen) ?? large.lastChild).classList.add("chosen");
-    article.querySelectorAll(".row").forEach((row, at) => {
-      row.classList.toggle("selected", at === index);
-      row.querySelectorAll(".cell").forEach((node) => node.classList.toggle("chosen", at === index && chosen(node)));
-    });
+    const chosen = [...large.children].find((node) => node.dataset.head === String(state.head));
+    (chosen ?? large.lastChild).classList.add("chosen");
+    markChosen(article, index, state.head);
   });
   showImageUnderMaps();
 }
 
 function buildPlots() {
   const images = DATA.images.length === 1 ? "this image" : `these ${DATA.images.length} images`;
-  $("plots").append(keys(), distancePlot("Nonlocality", images, distancesOf, highlight, choose));
+  $("plots").append(keys(), distancePlot("Nonlocality", images, distancesOf, highlight, choosePart));
   if (DATA.models.some((model) => model.layers.some((layer) => layer.gates))) {
     $("plots").append(plot("Gates", "gate σ(λ)", "Gate by layer: 1 is position alone, 0 content alone. Layers without dots have no gate.",
-      (layer) => layer.gates, 1, highlight, choose));
+      (layer) => layer.gates, 1, highlight, choosePart));
   }
   $("plots").append(element("details", {}, element("summary", {}, "mean distance and gate of every head, as a table"), summary()));
 }
@@ -295,7 +265,7 @@ function topOf(cell) {
 }
 
 function queryCell() {
-  return QUERY_GRID.map((size, axis) => Math.min(size - 1, Math.floor(state.place[axis] * size)));
+  return GRID.map((size, axis) => Math.min(size - 1, Math.floor(state.place[axis] * size)));
 }
 
 function showCell(cell) {
@@ -324,10 +294,10 @@ function show() {
   $("low").textContent = state.scale === "range" ? "its minimum" : `1/${10 ** DATA.decades} of it`;
   const [row, column] = queryCell();
   $("query").hidden = state.classToken;
-  placeBox($("query"), QUERY_GRID, [row, column]);
+  placeBox($("query"), GRID, [row, column]);
   $("where").textContent = state.classToken
     ? `query: the ${PREFIX}; absent from hatched layers`
-    : `query: row ${row + 1}, column ${column + 1} of ${QUERY_GRID[0]} × ${QUERY_GRID[1]} patches`;
+    : `query: row ${row + 1}, column ${column + 1} of ${GRID[0]} × ${GRID[1]} patches`;
   $("layer-number").textContent = state.layer + 1;
   readout();
 }
@@ -414,24 +384,19 @@ async function setImage(image) {
   show();
 }
 
-function choose(layer, head = state.head) {
+function choosePart(layer, head = state.head) {
   const depth = Math.max(...DATA.models.map((model) => model.layers.length));
+  const most = Math.max(...DATA.models.flatMap(({ layers }) => layers.map((each) => each.heads)));
   state.layer = Math.max(0, Math.min(depth - 1, layer));
-  state.head = head;
+  state.head = head === ROLLOUT ? head : head % most || 0; // the head after rollout is the first
   $("layer").value = state.layer + 1;
   buildLarge();
   show();
 }
 
-function setMode(mode) {
-  state.mode = mode;
-  document.querySelector(`input[name="mode"][value="${mode}"]`).checked = true;
-  show();
-}
-
-function setCell(row, column) {
+function chooseCell(row, column) {
   state.place = [row, column].map((value, axis) =>
-    (Math.max(0, Math.min(QUERY_GRID[axis] - 1, value)) + 0.5) / QUERY_GRID[axis]);
+    (Math.max(0, Math.min(GRID[axis] - 1, value)) + 0.5) / GRID[axis]);
   state.classToken = false;
   $("class-token").checked = false;
   show();
@@ -450,39 +415,15 @@ function setRollout(on) {
 }
 
 function listen() {
-  $("grid").addEventListener("click", (event) => {
-    const box = $("grid").getBoundingClientRect();
-    setCell(Math.floor((event.clientY - box.top) / box.height * QUERY_GRID[0]),
-      Math.floor((event.clientX - box.left) / box.width * QUERY_GRID[1]));
-  });
-  $("layer").addEventListener("input", () => choose(Number($("layer").value) - 1));
+  $("layer").addEventListener("input", () => choosePart(Number($("layer").value) - 1));
   $("scale").addEventListener("change", () => { state.scale = $("scale").value; show(); });
   $("opacity").addEventListener("input", () =>
     document.documentElement.style.setProperty("--opacity", $("opacity").value / 100));
   $("rollout").addEventListener("change", () => setRollout($("rollout").checked));
   $("class-token").addEventListener("change", () => setClassToken($("class-token").checked));
-  document.querySelectorAll('input[name="mode"]').forEach((input) =>
-    input.addEventListener("change", () => setMode(input.value)));
-  document.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
-    if (event.target.matches("select")) return; // letters select its options
-    const onControl = event.target.matches("input");
-    const [row, column] = queryCell();
-    const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
-    if (event.key in moves && !onControl) {
-      setCell(row + moves[event.key][0], column + moves[event.key][1]);
-      event.preventDefault();
-    } else if (event.key === "[" || event.key === "]") {
-      choose(state.layer + (event.key === "]" ? 1 : -1));
-    } else if (event.key === "h") {
-      choose(state.layer, (Number(state.head) + 1) % Math.max(...DATA.models.flatMap(({ layers }) => layers.map((layer) => layer.heads))) || 0);
-    } else if ("mcp".includes(event.key) && !$("modes").hidden) {
-      setMode({ m: "mixed", c: "content", p: "position" }[event.key]);
-    } else if (event.key === "t" && !$("class-token-choice").hidden) {
-      setClassToken(!state.classToken);
-    } else if (event.key >= "1" && event.key <= "9" && event.key <= DATA.images.length) {
-      setImage(Number(event.key) - 1);
-    }
+  listenTo((key) => {
+    if (key === "t" && !$("class-token-choice").hidden) setClassToken(!state.classToken);
+    else if (key >= "1" && key <= "9" && key <= DATA.images.length) setImage(Number(key) - 1);
   });
 }
 
@@ -494,8 +435,6 @@ async function start() {
     $("thumbnails").append(button);
   });
   $("thumbnails").hidden = DATA.images.length === 1;
-  $("grid").style.setProperty("--rows", QUERY_GRID[0]);
-  $("grid").style.setProperty("--columns", QUERY_GRID[1]);
   const layers = DATA.models.flatMap((model) => model.layers);
   $("layer").max = Math.max(...DATA.models.map((model) => model.layers.length));
   $("modes").hidden = !layers.some((layer) => layer.position);
@@ -503,8 +442,6 @@ async function start() {
   document.querySelectorAll(".rollout").forEach((node) => { node.hidden = !DATA.models.some(canRollOut); });
   document.querySelectorAll(".prefix").forEach((node) => { node.textContent = PREFIX; });
   $("scale").value = state.scale;
-  const table = $("colours").getContext("2d");
-  COLOURS.forEach((colour, at) => { table.fillStyle = `rgb(${colour})`; table.fillRect(at, 0, 1, 1); });
   $("about").textContent = `Queries and keys are stored in half precision. ` +
     `Written by locality ${document.querySelector('meta[name="generator"]').content.split(" ")[1]}.`;
   buildModels();

@@ -74,15 +74,10 @@ function patches(model, pixels) {
 // A head's gate moved by −1 … 1: 0 keeps the trained gate, −1 sets it to 0 and 1 to 1.
 const movedGate = (gate, by) => (by < 0 ? gate * (1 + by) : gate + (1 - gate) * by);
 
-// softmax(quadratic · δ² + linear · δ) over the keys of one axis: (L, L).
-function axisAttention(quadratic, linear, length) {
-  return Array.from({ length }, (_, query) => softmax(
-    Float64Array.from({ length }, (_, key) => (quadratic * (key - query) + linear) * (key - query))));
-}
-
 // softmax(v · (‖δ‖², δ_row, δ_column)) as a product over rows and columns: (N, N).
 function positionalMap([square, down, right], [height, width]) {
-  const rows = axisAttention(square, down, height), columns = axisAttention(square, right, width);
+  const rows = Array.from({ length: height }, (_, y) => axisAttention(square, down, y, height));
+  const columns = Array.from({ length: width }, (_, x) => axisAttention(square, right, x, width));
   const out = new Float32Array((height * width) ** 2);
   let at = 0;
   for (let y = 0; y < height; y++) {
@@ -174,20 +169,8 @@ function nonlocality(map, prefix, [height, width]) {
   const patches = height * width, n = patches + prefix;
   let total = 0, known = 0;
   for (let i = 0; i < patches; i++) {
-    const [sum, mass] = looked(map.subarray((i + prefix) * n + prefix, (i + prefix + 1) * n), i, width);
+    const [sum, mass] = looked(map.subarray((i + prefix) * n + prefix, (i + prefix + 1) * n), [Math.floor(i / width), i % width], width);
     if (mass > 0) { total += sum / mass; known++; }
   }
   return known ? total / known : null;
-}
-
-// A row of attention from patch `query`: [sum of attention · distance, sum of attention].
-function looked(row, query, width) {
-  const y = Math.floor(query / width), x = query % width;
-  let sum = 0, mass = 0;
-  for (let j = 0; j < row.length; j++) {
-    const down = Math.floor(j / width) - y, right = j % width - x;
-    sum += row[j] * Math.sqrt(down * down + right * right);
-    mass += row[j];
-  }
-  return [sum, mass];
 }

@@ -19,20 +19,16 @@ const examples = []; // pixels
 const answers = []; // each model's output for the current image
 const GRID = DATA.models[0].grid; // of the query patch; models with another grid use the patch at its centre
 
+const queryCell = () => state.cell;
 const cellOf = (model) => state.cell.map((at, axis) => Math.floor((at + 0.5) / GRID[axis] * model.grid[axis]));
 
 // -- building the page --------------------------------------------------------------------------
 
 const small = [], large = []; // the maps on the page
 
-function makeMap(model, part) {
-  const [rows, columns] = models[model].grid;
-  const canvas = element("canvas", { width: columns, height: rows });
-  const query = element("i", { class: "query" });
-  const view = element("div", { class: "view" }, element("canvas", { class: "under", width: WIDTH, height: HEIGHT }), canvas, query);
-  const strip = element("span", { class: "gate absent" });
-  const node = element("figure", { class: "cell" }, view, strip);
-  return { model, part, canvas, query, strip, node };
+function mapOf(model, about) {
+  const [height, width] = models[model].grid;
+  return { ...makeMap(element("canvas", { class: "under", width: WIDTH, height: HEIGHT }), { width, height }), model, ...about };
 }
 
 function buildModel(model, number) {
@@ -41,7 +37,7 @@ function buildModel(model, number) {
   const parts = ["content", "position", "mixed"].filter((part) => part !== "position" || model.positional);
   const apart = element("div", { class: "large" });
   for (const part of model.positional ? parts : ["mixed"]) {
-    const map = makeMap(number, part);
+    const map = mapOf(number, { part });
     map.label = element("figcaption", { class: "label" });
     map.node.append(map.label);
     large.push(map);
@@ -54,8 +50,7 @@ function buildModel(model, number) {
     choose.addEventListener("click", () => choosePart(index, state.head));
     const row = element("div", { class: "row", "data-layer": index }, choose);
     for (let head = 0; head < model.heads; head++) {
-      const map = makeMap(number, null);
-      Object.assign(map, { layer: index, head });
+      const map = mapOf(number, { layer: index, head });
       map.node.addEventListener("click", () => choosePart(index, head));
       small.push(map);
       row.append(map.node);
@@ -74,8 +69,6 @@ function build() {
   document.body.classList.toggle("bare", BARE);
   $("image").width = WIDTH;
   $("image").height = HEIGHT;
-  $("grid").style.setProperty("--rows", GRID[0]);
-  $("grid").style.setProperty("--columns", GRID[1]);
   $("models").append(...models.map(buildModel));
   // On narrow screens the models are below the drawing; this line beside it shows their predictions.
   $("brief").append(...models.map((model) => element("span", { class: `key ${model.family}` }, `${model.label} `,
@@ -92,8 +85,6 @@ function build() {
   $("modes").hidden = !positional;
   $("moving").hidden = !positional;
   $("gate-choice").hidden = $("content-only").hidden = !gated;
-  const table = $("colours").getContext("2d");
-  COLOURS.forEach((colour, at) => { table.fillStyle = `rgb(${colour})`; table.fillRect(at, 0, 1, 1); });
 }
 
 // An example's file name (if any) and class.
@@ -125,11 +116,7 @@ function showMap(map, layer, head, part) {
   const patches = row?.subarray(found.prefix);
   if (row) paint(map.canvas, row, found.prefix, Math.max(...patches), rangeOf(patches));
   placeBox(map.query, grid, cellOf(models[map.model]));
-  map.strip.classList.toggle("absent", !found.gates);
-  if (found.gates) {
-    map.strip.style.background = gateColour(found.gates[head]);
-    map.strip.title = `gate ${found.gates[head].toFixed(2)}`;
-  }
+  showGate(map.strip, found.gates?.[head]);
 }
 
 function showAnswer(article, model, number) {
@@ -155,11 +142,9 @@ function showLarge(article, model, number) {
       ? (gates ? "= mixed" : model.positional && rowOf(number, layer, head, "position") ? "one softmax of both" : "content alone")
       : (gates ? `${share.toFixed(2)} × ${map.part}` : map.part);
   }
-  article.querySelectorAll(".row").forEach((row, at) => {
-    row.classList.toggle("selected", at === layer);
-    row.querySelectorAll(".cell").forEach((cell, which) => cell.classList.toggle("chosen", at === layer && which === head));
-    const distances = model.distances(answers[number].layers[at]);
-    row.querySelector(".far").textContent = (distances.reduce((a, b) => a + b, 0) / distances.length).toFixed(2);
+  markChosen(article, layer, head);
+  article.querySelectorAll(".far").forEach((node, at) => {
+    node.textContent = meanOf(model.distances(answers[number].layers[at])).toFixed(2);
   });
 }
 
@@ -178,8 +163,8 @@ function describe() {
   models.forEach((model, number) => {
     const layer = Math.min(state.layer, model.depth - 1), head = Math.min(state.head, model.heads - 1);
     const found = answers[number].layers[layer], attention = rowOf(number, layer, head, "mixed").subarray(found.prefix);
-    const top = attention.indexOf(Math.max(...attention)), width = model.grid[1], own = cellOf(model);
-    const [sum, mass] = looked(attention, own[0] * width + own[1], width);
+    const top = attention.indexOf(Math.max(...attention)), width = model.grid[1];
+    const [sum, mass] = looked(attention, cellOf(model), width);
     layers.push(`head ${head + 1} of ${model.label}’s layer ${layer + 1} attends ${(sum / mass).toFixed(2)} patches away on average, ` +
       `most (${percent(attention[top])}) to row ${Math.floor(top / width) + 1}, column ${top % width + 1}`);
   });
@@ -284,12 +269,6 @@ function chooseCell(row, column) {
   show();
 }
 
-function chooseMode(mode) {
-  state.mode = mode;
-  document.querySelector(`input[name="mode"][value="${mode}"]`).checked = true;
-  show();
-}
-
 // Slider −100 … 100 → factor of α: 0 … 1 for the left half, 1 … 10 for the right.
 const factor = (at) => (at < 0 ? 1 + at / 100 : 10 ** (at / 100));
 
@@ -356,39 +335,21 @@ function listenToPad() {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showDrawing);
 }
 
-function pressed(event) {
-  if (event.ctrlKey || event.metaKey || event.altKey) return;
-  const onControl = event.target.matches("input");
-  const [row, column] = state.cell, moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
-  if (event.key in moves) {
-    if (onControl) return;
-    chooseCell(row + moves[event.key][0], column + moves[event.key][1]);
-    event.preventDefault();
-  } else if (event.key === "[" || event.key === "]") {
-    choosePart(state.layer + (event.key === "]" ? 1 : -1), state.head);
-  } else if (event.key === "h") {
-    choosePart(state.layer, state.head + 1);
-  } else if (event.key in { m: 0, c: 0, p: 0 } && !$("modes").hidden) {
-    chooseMode({ m: "mixed", c: "content", p: "position" }[event.key]);
-  } else if (event.key === "n") {
+function pressed(key) {
+  if (key === "n") {
     chooseExample(((state.example ?? -1) + 1) % examples.length);
-  } else if (DATA.digits && /^\d$/.test(event.key)) {
+  } else if (DATA.digits && /^\d$/.test(key)) {
     // Repeated presses cycle through the digit's examples.
-    const those = examples.map((_, at) => at).filter((at) => DATA.labels[at] === event.key);
+    const those = examples.map((_, at) => at).filter((at) => DATA.labels[at] === key);
     if (those.length) chooseExample(those.find((at) => at > (state.example ?? -1)) ?? those[0]);
   }
 }
 
 function listen() {
-  $("grid").addEventListener("click", (event) => {
-    const box = $("grid").getBoundingClientRect();
-    chooseCell(Math.floor((event.clientY - box.top) / box.height * GRID[0]), Math.floor((event.clientX - box.left) / box.width * GRID[1]));
-  });
   for (const slider of ["gate", "strength"]) $(slider).addEventListener("input", move);
   $("content-only").addEventListener("click", () => { $("gate").value = -100; move(); });
   $("trained").addEventListener("click", () => { $("gate").value = $("strength").value = 0; move(); });
-  document.querySelectorAll('input[name="mode"]').forEach((input) => input.addEventListener("change", () => chooseMode(input.value)));
-  document.addEventListener("keydown", pressed);
+  listenTo(pressed);
   $("own").addEventListener("change", () => { choosePhotograph($("own").files[0]); $("own").value = ""; });
   document.addEventListener("dragover", (event) => event.preventDefault());
   document.addEventListener("drop", (event) => { event.preventDefault(); choosePhotograph(event.dataTransfer.files[0]); });

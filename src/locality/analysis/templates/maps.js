@@ -1,5 +1,5 @@
 "use strict";
-// Shared by the explorer and the live page: stored numbers, attention colours, plots.
+// Shared by the explorer and the live page: stored numbers, attention, colours, maps, plots, listeners.
 
 const DATA = JSON.parse(document.getElementById("data").textContent); // models and settings
 const $ = (id) => document.getElementById(id);
@@ -26,6 +26,25 @@ function softmax(scores) {
   const weights = scores.map((score) => Math.exp(score - top));
   for (const weight of weights) sum += weight;
   return weights.map((weight) => weight / sum);
+}
+
+const meanOf = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+
+// softmax(quadratic · δ² + linear · δ) over the keys of one axis: positional attention is the product of both axes'.
+function axisAttention(quadratic, linear, query, length) {
+  return softmax(Float64Array.from({ length }, (_, key) => (quadratic * (key - query) + linear) * (key - query)));
+}
+
+// A row of attention from the patch `query`: [sum of attention · distance, sum of attention]. Key j is centred on query token offset + stride·j.
+function looked(row, query, columns, stride = [1, 1], offset = [0, 0]) {
+  let sum = 0, mass = 0;
+  for (let j = 0; j < row.length; j++) {
+    const down = Math.floor(j / columns) * stride[0] + offset[0] - query[0];
+    const right = j % columns * stride[1] + offset[1] - query[1];
+    sum += row[j] * Math.sqrt(down * down + right * right);
+    mass += row[j];
+  }
+  return [sum, mass];
 }
 
 async function inflate(name) {
@@ -95,6 +114,29 @@ function paint(canvas, attention, prefix, top, decades = DATA.decades, keys = nu
     image.data[at + 3] = 255;
   }
   context.putImageData(image, 0, 0);
+}
+
+// A small map: a canvas over the image `under`, with the query's box and a strip for the head's gate.
+function makeMap(under, size, attributes = {}) {
+  const canvas = element("canvas", size), query = element("i", { class: "query" });
+  const view = element("div", { class: "view" }, under, canvas, query), strip = element("span", { class: "gate absent" });
+  return { node: element("figure", { class: "cell", ...attributes }, view, strip), view, canvas, query, strip };
+}
+
+// Layers without gates keep the strip's space, so that rows of different models align.
+function showGate(strip, gate) {
+  strip.classList.toggle("absent", gate === undefined);
+  if (gate === undefined) return;
+  strip.style.background = gateColour(gate);
+  strip.title = `gate ${gate.toFixed(2)}`;
+}
+
+// Mark the enlarged head in a model's overview.
+function markChosen(article, layer, head) {
+  article.querySelectorAll(".row").forEach((row, at) => {
+    row.classList.toggle("selected", at === layer);
+    row.querySelectorAll(".cell").forEach((cell, which) => cell.classList.toggle("chosen", at === layer && which === head));
+  });
 }
 
 function placeBox(box, grid, cell) {
@@ -168,7 +210,7 @@ function plot(title, axis, caption, valuesOf, largest, marked, chosen, even = nu
       const values = valuesOf(layer);
       if (!values) return;
       const known = values.filter((value) => value !== null);
-      means.push(`${x(index)},${y(known.reduce((sum, value) => sum + value, 0) / known.length)}`);
+      means.push(`${x(index)},${y(meanOf(known))}`);
       values.forEach((value, head) => {
         if (value === null) return;
         const shift = (number - (DATA.models.length - 1) / 2) * 8;
@@ -209,4 +251,46 @@ function ticksTo(largest) {
   const step = [1, 2, 2.5, 5, 10].map((factor) => factor * unit).find((each) => 5 * each >= largest * (1 - 1e-9));
   const count = Math.ceil(largest / step * (1 - 1e-9));
   return Array.from({ length: count + 1 }, (_, at) => Number((at * step).toPrecision(6)));
+}
+
+// -- listeners -----------------------------------------------------------------------------------
+
+// Both pages have `state`, `GRID`, `queryCell`, `chooseCell`, `choosePart` and `show`.
+const MODES = { m: "mixed", c: "content", p: "position" };
+const MOVES = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
+
+function chooseMode(mode) {
+  state.mode = mode;
+  document.querySelector(`input[name="mode"][value="${mode}"]`).checked = true;
+  show();
+}
+
+// `others` is called with keys that only one of the pages has.
+function listenTo(others) {
+  const grid = $("grid"), colours = $("colours").getContext("2d");
+  COLOURS.forEach((colour, at) => { colours.fillStyle = `rgb(${colour})`; colours.fillRect(at, 0, 1, 1); });
+  grid.style.setProperty("--rows", GRID[0]);
+  grid.style.setProperty("--columns", GRID[1]);
+  grid.addEventListener("click", (event) => {
+    const box = grid.getBoundingClientRect();
+    chooseCell(Math.floor((event.clientY - box.top) / box.height * GRID[0]), Math.floor((event.clientX - box.left) / box.width * GRID[1]));
+  });
+  document.querySelectorAll('input[name="mode"]').forEach((input) => input.addEventListener("change", () => chooseMode(input.value)));
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.target.matches("select")) return; // letters select its options
+    if (event.key in MOVES) {
+      if (event.target.matches("input")) return; // arrows move its slider
+      chooseCell(...queryCell().map((at, axis) => at + MOVES[event.key][axis]));
+      event.preventDefault();
+    } else if (event.key === "[" || event.key === "]") {
+      choosePart(state.layer + (event.key === "]" ? 1 : -1), state.head);
+    } else if (event.key === "h") {
+      choosePart(state.layer, state.head + 1);
+    } else if (event.key in MODES) {
+      if (!$("modes").hidden) chooseMode(MODES[event.key]);
+    } else {
+      others(event.key);
+    }
+  });
 }
