@@ -161,6 +161,22 @@ def fashion_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="session")
+def positional_scores():
+    """v_pos · r_δ of all pairs, r_δ = (‖δ‖², δ₁, δ₂) (Eq. 5): (h, 3) → (h, N, N)."""
+
+    def scores(v_pos, grid):
+        height, width = grid
+        rows = torch.arange(height, dtype=v_pos.dtype).repeat_interleave(width)
+        columns = torch.arange(width, dtype=v_pos.dtype).repeat(height)
+        down = rows[None, :] - rows[:, None]
+        right = columns[None, :] - columns[:, None]
+        encodings = torch.stack((down.square() + right.square(), down, right), dim=-1)
+        return torch.einsum("hp,qkp->hqk", v_pos, encodings)
+
+    return scores
+
+
+@pytest.fixture(scope="session")
 def shaken():
     """Perturb every parameter, so nothing is equal, zero or symmetric by accident."""
 

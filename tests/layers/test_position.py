@@ -19,9 +19,9 @@ def heads_on_a_grid(draw):
 
 @given(heads_on_a_grid())
 @example((P.attention_centres(P.kernel_offsets(3).double(), 1.0), (14, 14)))
-def test_separable_equals_dense(case):
+def test_separable_equals_dense(positional_scores, case):
     v_pos, grid = case
-    scores = P.positional_scores(v_pos, grid)
+    scores = positional_scores(v_pos, grid)
     dense = scores.softmax(dim=-1)
     # Scores, and so log-attention, are accurate relative to the largest score.
     tolerance = 1e-14 + 4e-15 * float(scores.abs().max())
@@ -38,11 +38,11 @@ def test_separable_equals_dense(case):
 
 
 @pytest.mark.parametrize("grid", [(5, 5), (3, 7)])
-def test_separable_has_the_gradients_of_dense(grid):
+def test_separable_has_the_gradients_of_dense(positional_scores, grid):
     v_pos = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     values = torch.randn(3, 4, grid[0] * grid[1], 6, dtype=torch.float64, requires_grad=True)
     weights = torch.randn_like(values)
-    dense = P.positional_scores(v_pos, grid).softmax(dim=-1) @ values
+    dense = positional_scores(v_pos, grid).softmax(dim=-1) @ values
     separable = P.positional_factors(v_pos, grid).attend(values)
     theirs, ours = (
         torch.autograd.grad((attended * weights).sum(), (v_pos, values))
@@ -98,10 +98,14 @@ def test_even_kernels_have_half_integer_centres():
 # One softmax over content and position (Eq. 4)
 
 
-def exactly(q, k, v, v_pos, grid):
-    scores = q.double() @ k.double().mT / q.shape[-1] ** 0.5
-    scores = scores + P.positional_scores(v_pos.double(), grid)
-    return scores.softmax(dim=-1) @ v.double()
+@pytest.fixture(name="exactly")
+def joint_attention(positional_scores):
+    def attend(q, k, v, v_pos, grid):
+        scores = q.double() @ k.double().mT / q.shape[-1] ** 0.5
+        scores = scores + positional_scores(v_pos.double(), grid)
+        return scores.softmax(dim=-1) @ v.double()
+
+    return attend
 
 
 @pytest.mark.parametrize("grid", [(1, 6), (5, 7), (14, 14)])
@@ -109,7 +113,7 @@ def exactly(q, k, v, v_pos, grid):
 @pytest.mark.parametrize(
     ("dtype", "bar"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)]
 )
-def test_joint_attention_and_its_gradients_are_the_definitions(grid, strength, dtype, bar):
+def test_joint_attention_and_its_gradients_are_the_definitions(exactly, grid, strength, dtype, bar):
     """Centres on, between and off patches, and trained heads.
 
     v_pos's gradient sums rounding errors over all pairs. Without full-precision softmaxes per axis

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from locality.layers.position import kernel_offsets, positional_attention, positional_scores
+from locality.layers.position import kernel_offsets, positional_attention
 from locality.models import (
     GatedPositionalSelfAttention,
     PositionalSelfAttention,
@@ -52,7 +52,7 @@ def test_closed_gate_is_self_attention():
     torch.testing.assert_close(gated(tokens(), GRID), plain(tokens(), GRID))
 
 
-def test_psa_has_one_softmax_over_the_sum():
+def test_psa_has_one_softmax_over_the_sum(positional_scores):
     layer = PositionalSelfAttention(36, 9, conv_init=False)
     x = tokens()
     q, k = (

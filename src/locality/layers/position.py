@@ -68,25 +68,6 @@ def check_grid(values: Tensor, grid: Grid) -> None:
         )
 
 
-def relative_encodings(grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The encodings r_δ of all (query, key) pairs, (N, N, 3) as (‖δ‖², δ₁, δ₂) (Eq. 5).
-
-    For inspection: attention itself uses `axis_scores`.
-    """
-    height, width = grid
-    rows = torch.arange(height, dtype=dtype).repeat_interleave(width)
-    columns = torch.arange(width, dtype=dtype).repeat(height)
-    down = rows[None, :] - rows[:, None]
-    right = columns[None, :] - columns[:, None]
-    return torch.stack((down.square() + right.square(), down, right), dim=-1)
-
-
-def positional_scores(v_pos: Tensor, grid: Grid) -> Tensor:
-    """The scores v_pos · r_ij before any softmax: (h, 3) → (h, N, N). Quadratic in N."""
-    encodings = relative_encodings(grid, v_pos.dtype).to(v_pos.device)
-    return torch.einsum("hp,qkp->hqk", v_pos, encodings)
-
-
 def in_full(v_pos: Tensor) -> Tensor:
     """v_pos in fp32 at least: scores of distant pairs are large."""
     return v_pos.to(torch.promote_types(v_pos.dtype, torch.float32))
