@@ -14,7 +14,6 @@ as the user changes gates and the strength of locality.
 from __future__ import annotations
 
 import base64
-import io
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -28,14 +27,14 @@ from PIL import Image
 from torch import Tensor, nn
 
 from locality.analysis.measures import measure_model, nonlocality_unit, positional_vectors
-from locality.analysis.pictures import DECADES, prepare_sample
+from locality.analysis.pictures import DECADES
 from locality.analysis.taps import LayerView, capture, eval_mode
 from locality.checkpoints import Classifier
 from locality.data.config import Preprocessing
 from locality.data.decoding import to_rgb
 from locality.data.preprocessing import high_resolution_crop
 from locality.errors import UserError
-from locality.files import write_atomic
+from locality.files import atomic_file
 from locality.models.config import ViTConfig
 from locality.models.transformer import position_embedding
 from locality.models.variants import FAMILY_NAMES, family_of
@@ -91,9 +90,9 @@ def explorer_page(
     Raises:
         UserError: no model, no image, or a model whose attention cannot be read.
     """
-    check_count(subjects)
+    check_count(subjects, images)
     images = [to_rgb(image, subjects[0].preprocessing.decoding) for image in images]
-    observed = [_observe(subject, prepare_sample(subject, images).images) for subject in subjects]
+    observed = [_observe(subject, subject.prepare(images)) for subject in subjects]
     models = [about for about, _ in observed]
     shown = [high_resolution_crop(image, subjects[0].preprocessing) for image in images]
     known = known_labels(labels, subjects)
@@ -129,28 +128,29 @@ def write_maps(
     Returns:
         the path of the file.
     """
-    check_count(subjects)
+    check_count(subjects, images)
     models = [subject.name for subject in subjects]
     arrays = {"models": np.array(models), "images": np.array(names)}
     for number, subject in enumerate(subjects, 1):
         model: Any = subject.module()
         with eval_mode(model), capture(model) as views:
-            model(prepare_sample(subject, images).images)
+            model(subject.prepare(images))
         for view in views:
             own = ("content", "position", "gate") if view.maps.position is not None else ()
             for part in ("mixed", *own):
                 if (values := getattr(view.maps, part)) is not None:
                     arrays[f"{number}.{view.name}.{part}"] = values.float().cpu().numpy()
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, allow_pickle=False, **arrays)
-    write_atomic(output, buffer.getvalue())
+    with atomic_file(output) as file:
+        np.savez_compressed(file, allow_pickle=False, **arrays)
     return Path(output)
 
 
-def check_count(subjects: Sequence[Classifier]) -> None:
-    """Check that a page can show so many models."""
+def check_count(subjects: Sequence[Classifier], images: Sequence[Image.Image]) -> None:
+    """Check that a page can show so many models, and that there are images."""
     if not 1 <= len(subjects) <= _MAX_MODELS:
         raise UserError(f"a page shows 1 to {_MAX_MODELS} models, not {len(subjects)}")
+    if not images:
+        raise UserError("no images given")
 
 
 def render_page(
@@ -283,7 +283,7 @@ def live_page(
         UserError: a model is too large or neither DeiT nor ConViT, the models' preprocessing
             differs in more than mean and std, or `images` is empty.
     """
-    check_count(subjects)
+    check_count(subjects, images)
     models = [_describe(subject) for subject in subjects]
     forms = {_form(subject.preprocessing) for subject in subjects}
     if len(forms) > 1:
@@ -293,9 +293,7 @@ def live_page(
         )
     preprocessing = subjects[0].preprocessing
     (height, width), channels = preprocessing.size, len(preprocessing.mean)
-    if channels == 1:  # `shown` then has three equal channels, of which the first is kept
-        images = [to_rgb(image, preprocessing.decoding).convert("L") for image in images]
-    shown = prepare_sample(subjects[0], images).shown[..., :channels]
+    shown = torch.stack(subjects[0].pixels(images)).permute(0, 2, 3, 1)
     for subject in subjects:
         subject.check_one_label()
         subject.check_logits(subject.logits(subject.prepare(images)))
@@ -313,7 +311,7 @@ def live_page(
         "models": described,
     }
     blobs = {f"weights-{at}": weights for at, (_, weights) in enumerate(models)}
-    blobs["images"] = np.ascontiguousarray(shown).tobytes()
+    blobs["images"] = shown.numpy().tobytes()
     return render_page("live.html", described, blobs, page, about=Markup(about or ""))
 
 

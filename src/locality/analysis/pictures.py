@@ -6,7 +6,6 @@ files.
 
 from __future__ import annotations
 
-import io
 import json
 import zipfile
 import zlib
@@ -22,14 +21,12 @@ from PIL import Image
 from torch import Tensor, nn
 
 from locality.analysis.taps import LayerView, capture, eval_mode
-from locality.checkpoints import Classifier
 from locality.data.config import InputConfig
-from locality.data.decoding import to_rgb
 from locality.data.folder import short_name
 from locality.data.preprocessing import eval_transform, normalise
 from locality.data.sources import DataSplits, ImageSource
 from locality.errors import UserError, wrap_errors
-from locality.files import open_file, parse_json, write_atomic
+from locality.files import atomic_file, open_file, parse_json
 from locality.layers.grid import Grid
 from locality.training.model import open_run_data
 
@@ -117,18 +114,6 @@ def validation_images(splits: DataSplits, count: int) -> Iterator[tuple[int, str
     """The first validation images, round robin over classes: (index, class, image)."""
     for index in round_robin_indices(splits.val.labels, count).tolist():
         yield index, splits.classes[splits.val.labels[index]], splits.val.read_or_raise(index)
-
-
-def prepare_sample(subject: Classifier, images: Sequence[Image.Image]) -> Sample:
-    """Unlabelled images, preprocessed for a classifier."""
-    if not images:
-        raise UserError("no images given")
-    transform: Any = eval_transform(subject.preprocessing)
-    images = [to_rgb(image, subject.preprocessing.decoding) for image in images]
-    pixels = [transform(image).permute(1, 2, 0).numpy() for image in images]
-    return Sample(
-        subject.prepare(images), np.stack(pixels), [""] * len(images), subject.classes or ()
-    )
 
 
 @dataclass(frozen=True)
@@ -225,9 +210,8 @@ def save_pictures(pictures: Pictures, path: Path | str) -> None:
         "layers": [{"grid": layer.grid, "query": layer.query} for layer in pictures.layers],
     }
     arrays["about"] = np.array(json.dumps(about))
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, allow_pickle=False, **arrays)
-    write_atomic(path, buffer.getvalue())
+    with atomic_file(path) as file:
+        np.savez_compressed(file, allow_pickle=False, **arrays)
 
 
 def load_pictures(path: Path | str) -> Pictures:

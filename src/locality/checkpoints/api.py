@@ -161,8 +161,8 @@ class Classifier:
             f"example an earlier checkpoint"
         )
 
-    def prepare(self, images: Iterable[Image.Image]) -> Tensor:
-        """PIL images → (B, C, H, W), resized and normalised, on the model's device.
+    def pixels(self, images: Iterable[Image.Image]) -> list[Tensor]:
+        """PIL images → (C, H, W) uint8 each, resized and cropped.
 
         They are converted as files are read: transparency becomes white, 16-bit grey is scaled.
         If `images` is lazy, one decoded image is in memory at a time.
@@ -181,8 +181,12 @@ class Classifier:
             return transform(convert(image, MODES[channels]))
 
         # A loop variable would keep each image alive while the next one is decoded.
-        if not (pixels := list(map(prepared, images))):
-            return torch.empty(0, channels, *self.preprocessing.size)
+        return list(map(prepared, images))
+
+    def prepare(self, images: Iterable[Image.Image]) -> Tensor:
+        """PIL images → (B, C, H, W), resized and normalised, on the model's device."""
+        if not (pixels := self.pixels(images)):
+            return torch.empty(0, len(self.preprocessing.mean), *self.preprocessing.size)
         batch = normalise(pixels, self.preprocessing)
         return batch if self.model is None else batch.to(next(self.model.parameters()).device)
 
