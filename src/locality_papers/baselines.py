@@ -5,25 +5,13 @@ from __future__ import annotations
 from sklearn.metrics.pairwise import rbf_kernel
 from sklearn.svm import SVC
 
-from locality.analysis.baselines import (
-    baseline_inputs,
-    read_baselines,
-    record_baselines,
-    split_pixels,
-)
+from locality.analysis.baselines import read_baselines, record_baselines, split_pixels
+from locality.data import open_data
 from locality.data.config import DATASETS
 from locality.figures.charts import percent
 from locality.runner.runs import Request
 from locality.training.cost import image_counts
-from locality_papers.experiment import (
-    Column,
-    Effect,
-    Experiment,
-    experiment,
-    largest,
-    line,
-    minus,
-)
+from locality_papers.experiment import Column, Effect, Experiment, experiment, largest, line
 from locality_papers.measures import TOP1
 from locality_papers.runs import Scale
 from locality_papers.table import Measure
@@ -42,7 +30,9 @@ def _baseline(name: str) -> Measure:
 
 def _support_vectors(run: Request) -> float:
     """Top-1 of scikit-learn's support vector machine with its default Gaussian kernel."""
-    train, labels, val, targets = split_pixels(*baseline_inputs(run.config))
+    config, data = run.config, run.config.data
+    splits, preprocessing = open_data(data, config.seed), config.input.at(config.model.img_size)
+    train, labels, val, targets = split_pixels(splits, preprocessing, data.workers)
     # The kernel by matrix products: minutes less than by libsvm's loops.
     gamma = 1 / (train.shape[1] * train.var())  # SVC's
     model = SVC(kernel="precomputed").fit(rbf_kernel(train, gamma=gamma), labels)
@@ -75,8 +65,8 @@ def baselines(t: Experiment, s: Scale) -> None:
             t.run(label, part, measure, _MODELS["ConViT"], fraction=fraction)
         for label in ("ConViT", "DeiT", "CvT"):
             text = f"With {part} of the images, is {label} above"
-            t.ask("", f"{text} all baselines on pixels?", _above_all(label, part))
-            t.ask("", f"{text} the CNN?", minus((label, part), ("CNN", part)))
+            t.ask(f"{text} all baselines on pixels?", _above_all(label, part))
+            t.ask(f"{text} the CNN?", (label, part), ("CNN", part))
     config = s.runs(_MODELS["ConViT"], seeds=(0,))[0].config
     colours = {"ConViT": "convit", "DeiT": "deit", "CvT": "cvt", "CNN": "other"}
     colours |= {"nearest neighbour": "ink", "logistic regression": "", _SVM: "depth:0.5"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -19,15 +19,8 @@ from locality.training.config import RunConfig
 from locality.training.model import initial_model, load_run
 from locality_papers import diagrams, maps
 from locality_papers.convit_tables import add_taught
-from locality_papers.experiment import Experiment, Results, at, experiment, minus
-from locality_papers.measures import (
-    TRAJECTORY,
-    ask_fewer,
-    at_end,
-    count,
-    of_layer,
-    trajectory,
-)
+from locality_papers.experiment import Experiment, Results, experiment
+from locality_papers.measures import TRAJECTORY, ask_fewer, at_end, count, of_layer, trajectory
 from locality_papers.runs import FAMILIES, PAPERS_MODELS, Scale
 from locality_papers.table import Key
 
@@ -41,22 +34,16 @@ _POSITION_TELLS = (
 )
 
 
-def _nonlocality(*rows: tuple[str, Key]) -> Callable[[Results], list[dict[str, Any]]]:
+def _nonlocality(rows: Mapping[str, Key], of: Results) -> list[dict[str, Any]]:
     """Panels of nonlocality over training by title, for those that have values."""
-
-    def panels(of: Results) -> list[dict[str, Any]]:
-        known = [(title, of.by_seed(key)) for title, key in rows]
-        return nonlocality_panels([pair for pair in known if pair[1]])
-
-    return panels
+    known = [(title, of.by_seed(key)) for title, key in rows.items()]
+    return nonlocality_panels([pair for pair in known if pair[1]])
 
 
-def _gates(*keys: Key) -> Callable[[Results], list[dict[str, Any]]]:
-    def panels(of: Results) -> list[dict[str, Any]]:
-        known = [of.by_seed(key) for key in keys]
-        return [panel for seeds in known if seeds for panel in gate_panels(seeds)]
-
-    return panels
+def _gates(keys: Sequence[Key], of: Results) -> list[dict[str, Any]]:
+    """Panels of gates over training, one per layer, for cells that have values."""
+    known = [of.by_seed(key) for key in keys]
+    return [panel for seeds in known if seeds for panel in gate_panels(seeds)]
 
 
 @experiment("convit/figure-5", "Nonlocality over training, DeiT-S and ConViT-S")
@@ -64,13 +51,11 @@ def figure_5(t: Experiment, s: Scale) -> None:
     """Eq. 8 by layer, from snapshots."""
     t.about = "Nonlocality (Eq. 8) of each layer over training."
     depth, gated = s.architecture("DeiT-S").depth, s.architecture("ConViT-S").gpsa_layers
-    where = "§4, p. 7, Fig. 5"
+    t.where = "§4, p. 7, Fig. 5"
     for role in ("DeiT-S", "ConViT-S"):
         t.run(role, "trajectory", TRAJECTORY, role)
-
-    t.panels = [
-        _nonlocality(*((s.called(role), (role, "trajectory")) for role in ("DeiT-S", "ConViT-S")))
-    ]
+    rows = {s.called(role): (role, "trajectory") for role in ("DeiT-S", "ConViT-S")}
+    t.panels = [partial(_nonlocality, rows)]
     for text, role, measure in (
         ("Does DeiT become more local early in training?", "DeiT-S",
          trajectory("early drop", lambda of: fmean(of.early_drop))),
@@ -88,12 +73,10 @@ def figure_5(t: Experiment, s: Scale) -> None:
          "ConViT-S", trajectory("growth at the ends", lambda of: (
              (of.growth[0] + of.growth[gated - 1]) / 2 - fmean(of.growth[1 : gated - 1])))),
     ):  # fmt: skip
-        t.ask(where, text, at(t.run(role, measure.name, measure, role)), unit="tokens")
+        t.ask(text, t.run(role, measure.name, measure, role), unit="tokens")
     end = at_end("end", lambda of: fmean(of.nonlocality[:gated, -1]))
     ends = [t.run(role, "end", end, role) for role in ("DeiT-S", "ConViT-S")]
-    t.ask(
-        where, "Do ConViT's gated layers end more local than DeiT's?", minus(*ends), unit="tokens"
-    )
+    t.ask("Do ConViT's gated layers end more local than DeiT's?", *ends, unit="tokens")
 
 
 @experiment("convit/figure-6", "Gates over training, ConViT-S")
@@ -107,9 +90,9 @@ def figure_6(t: Experiment, s: Scale) -> None:
         f"deeper half falls from σ(1) = 0.731 to 0; here the deeper half is the last {half} of "
         f"{gated} gated layers."
     )
-    where, row, unit = "§4, pp. 7–8, Fig. 6", "ConViT-S", "of attention"
+    t.where, row, unit = "§4, pp. 7–8, Fig. 6", "ConViT-S", "of attention"
     t.run(row, "trajectory", TRAJECTORY, row)
-    t.panels = [_gates((row, "trajectory"))]
+    t.panels = [partial(_gates, [(row, "trajectory")])]
     task = _POSITION_TELLS if s.dataset == "digits" else ""
     for text, measure, others in (
         ("Do gates of the deeper half fall?",
@@ -123,47 +106,44 @@ def figure_6(t: Experiment, s: Scale) -> None:
         ("Do gates of the first half keep positional attention (above 0.1)?",
          at_end("first half", lambda of: fmean(of.gates[:half, -1])), {"threshold": _NEAR_0}),
     ):  # fmt: skip
-        t.ask(where, text, at(t.run(row, measure.name, measure, row)), unit=unit, **others)
+        t.ask(text, t.run(row, measure.name, measure, row), unit=unit, **others)
 
 
 @experiment("convit/figure-10", "Nonlocality of DeiT-S with and without distillation")
 def figure_10(t: Experiment, s: Scale) -> None:
     """Trajectories with and without distillation."""
-    t.about = "Nonlocality (Eq. 8) of each layer of DeiT."
+    t.about, t.where = "Nonlocality (Eq. 8) of each layer of DeiT.", "app. B, Fig. 10"
     end = at_end("end", lambda of: fmean(of.nonlocality[:, -1]))
     for column, measure in (("trajectory", TRAJECTORY), ("end", end)):
         t.run("no", column, measure, "DeiT-S")
         add_taught(t, s, ("hard", column), measure, "DeiT-S")
-    titles = ((f"{row} distillation", (row, "trajectory")) for row in ("no", "hard"))
-    t.panels = [_nonlocality(*titles)]
+    rows = {f"{row} distillation": (row, "trajectory") for row in ("no", "hard")}
+    t.panels = [partial(_nonlocality, rows)]
     text = "Does a convolutional teacher leave DeiT more local?"
-    t.ask("app. B, Fig. 10", text, minus(("no", "end"), ("hard", "end")), unit="tokens")
+    t.ask(text, ("no", "end"), ("hard", "end"), unit="tokens")
 
 
 @experiment("convit/figure-13", "Nonlocality of the tiny and base models")
 def figure_13(t: Experiment, s: Scale) -> None:
     """As Fig. 5."""
     t.about = "Nonlocality (Eq. 8) of each layer; sizes are compared by its increase."
+    t.where = "app. D, Fig. 13"
     roles = [f"{family}-{size}" for size in ("Ti", "B") for family in FAMILIES[::-1]]
     growth = trajectory("growth", lambda of: fmean(of.growth))
     for role in roles:
         t.run(role, "trajectory", TRAJECTORY, role, seeds=s.few_seeds)
         t.run(role, "growth", growth, role, seeds=s.few_seeds)
-    t.panels = [
-        _nonlocality(
-            *((s.called(role), (role, "trajectory")) for role in roles if role in s.models)
-        )
-    ]
+    rows = {s.called(role): (role, "trajectory") for role in roles if role in s.models}
+    t.panels = [partial(_nonlocality, rows)]
     for family in FAMILIES:
-        effect = minus((f"{family}-B", "growth"), (f"{family}-Ti", "growth"))
         text = f"Does the larger {family} become less local?"
-        t.ask("app. D, Fig. 13", text, effect, unit="tokens")
+        t.ask(text, (f"{family}-B", "growth"), (f"{family}-Ti", "growth"), unit="tokens")
 
 
 @experiment("convit/figure-14", "Gates of the tiny and base models")
 def figure_14(t: Experiment, s: Scale) -> None:
     """As Fig. 6."""
-    t.about = "Gate σ(λ) of each head."
+    t.about, t.where = "Gate σ(λ) of each head.", "app. D, Fig. 14"
     end = at_end("end", lambda of: fmean(of.gates[:, -1]))
     fall = trajectory("fall", lambda of: fmean(of.gates[:, 0] - of.gates[:, -1]))
     for size in ("Ti", "B"):
@@ -171,16 +151,12 @@ def figure_14(t: Experiment, s: Scale) -> None:
         t.run(role, "trajectory", TRAJECTORY, role, seeds=s.few_seeds)
         t.run(role, "end", end, role, seeds=s.few_seeds)
         key = t.run(role, "fall", fall, role, seeds=s.few_seeds)
-        t.ask("app. D, Fig. 14", f"Do {role}'s gates fall?", at(key), unit="of attention")
-    t.panels = [_gates(("ConViT-Ti", "trajectory"), ("ConViT-B", "trajectory"))]
+        t.ask(f"Do {role}'s gates fall?", key, unit="of attention")
+    t.panels = [partial(_gates, [("ConViT-Ti", "trajectory"), ("ConViT-B", "trajectory")])]
     # Of ten gated layers all but the first 4 in Ti and 6 in B end near 0 (app. D).
-    t.ask(
-        "§4, p. 8, and app. D, Fig. 14",
-        "Does the larger ConViT keep more positional attention?",
-        minus(("ConViT-B", "end"), ("ConViT-Ti", "end")),
-        unit="of attention",
-        paper=GATES_FALL * (6 - 4) / 10,
-    )
+    t.where, paper = "§4, p. 8, and app. D, Fig. 14", GATES_FALL * (6 - 4) / 10
+    text = "Does the larger ConViT keep more positional attention?"
+    t.ask(text, ("ConViT-B", "end"), ("ConViT-Ti", "end"), unit="of attention", paper=paper)
 
 
 # -- maps and architecture -------------------------------------------------------------------------
@@ -193,16 +169,17 @@ _OTHER_IMAGES = range(1, 4)
 def figure_4(t: Experiment, s: Scale) -> None:
     """Drawn from the paper's models; independent of the scale."""
     t.about = "Layers, tokens and widths, read from the models. Counted at 224 pixels."
+    t.where = "§3, p. 6, Table 1"
     for row in ("ConViT-S+", "DeiT-B"):
         count(t, row, partial(tuple, (named(PAPERS_MODELS[row]), 1000)))
     for column, percent in (("parameters", 44.0), ("flops", 41.0)):
-        ask_fewer(t, "§3, p. 6, Table 1", "ConViT-S+", "DeiT-B", column, percent)
+        ask_fewer(t, "ConViT-S+", "DeiT-B", column, percent)
     layer = GatedPositionalSelfAttention(432, 9)  # of ConViT-S
     position, content = (layer.v_pos, layer.gating), layer.qkv.weight[: 2 * layer.dim]
     share = 100 * sum(each.numel() for each in position) / content.numel()
     key = t.fixed("ConViT-S", "position", share)
     text = "Are parameters of positional attention negligible (below 1% of those of content)?"
-    t.ask("§3, p. 4", text, at(key), unit="%", threshold=1.0, side=-1)
+    t.ask(text, key, where="§3, p. 4", unit="%", threshold=1.0, side=-1)
 
     def draw() -> Any:
         deit, convit = build("deit_small"), build("convit_small")
@@ -276,17 +253,14 @@ def _maps_figure(t: Experiment, s: Scale, size: str, images: Sequence[int]) -> N
 def figure_7(t: Experiment, s: Scale) -> None:
     """On one image."""
     _maps_figure(t, s, "Ti", [0])
+    t.where = "§4, p. 8, Fig. 7"
     diversity = at_end("diversity", lambda of: float(of.heads[1][:, -1].std(ddof=1)))
     convit, deit = (
         t.run(f"{family}-Ti", "diversity", diversity, f"{family}-Ti", seeds=s.few_seeds)
         for family in FAMILIES
     )
-    t.ask(
-        "§4, p. 8, Fig. 7",
-        "Do heads of ConViT's layer 2 differ more in their nonlocality than DeiT's?",
-        minus(convit, deit),
-        unit="tokens",
-    )
+    text = "Do heads of ConViT's layer 2 differ more in their nonlocality than DeiT's?"
+    t.ask(text, convit, deit, unit="tokens")
 
 
 @experiment("convit/figure-16", "More attention maps of DeiT-Ti and ConViT-Ti")

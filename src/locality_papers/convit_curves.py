@@ -9,7 +9,7 @@ from locality.figures.charts import percent
 from locality.training.cost import image_counts
 from locality_papers import published
 from locality_papers.convit_tables import INGREDIENTS
-from locality_papers.experiment import Experiment, experiment, line, minus, relative_gain, shaded
+from locality_papers.experiment import Experiment, experiment, line, relative_gain, shaded
 from locality_papers.measures import (
     BEST_TOP1,
     CURVE_OVER_FRACTION,
@@ -75,11 +75,9 @@ def figure_1(t: Experiment, s: Scale) -> None:
         lines.append(line(label, keys, colour))
     t.panel("Inductive bias", "training images (%)", "top-1 (%)", *lines, log_x=True)
     hard, soft, none = biases
-    where = "§1, p. 2, Fig. 1"
-    effect = minus((hard, "5%"), (none, "5%"))
-    t.ask(where, "With few images, are convolutions above attention?", effect)
-    effect = minus((soft, "100%"), (hard, "100%"))
-    t.ask(where, "With all images, is soft locality above hard?", effect)
+    t.where = "§1, p. 2, Fig. 1"
+    t.ask("With few images, are convolutions above attention?", (hard, "5%"), (none, "5%"))
+    t.ask("With all images, is soft locality above hard?", (soft, "100%"), (hard, "100%"))
 
 
 @experiment("convit/figure-2a", "Sample efficiency")
@@ -165,19 +163,16 @@ def figure_8(t: Experiment, s: Scale) -> None:
     least, *_, every = s.gpsa_counts
     most, ends, early = 9 if 9 in s.gpsa_counts else every, by_stage["end"], by_stage["early"]
     weak, *_, strong = list(by_strength.values())[-1].values()
-    where = "§4, pp. 8–9, Fig. 8"
-    t.ask(where, "Does accuracy grow with the locality strength?", minus(strong, weak))
-    effect = minus(ends[most], ends[least])
-    t.ask(where, "Does accuracy grow with the number of GPSA layers?", effect)
+    t.where = "§4, pp. 8–9, Fig. 8"
+    t.ask("Does accuracy grow with the locality strength?", strong, weak)
+    t.ask("Does accuracy grow with the number of GPSA layers?", ends[most], ends[least])
     t.ask(
-        where,
         "Do GPSA layers help early in training?",
         lambda v: v[early[most]] / v[early[0.0]] - 1,
         unit="times",
         paper=1.87 - 1,
     )
     t.ask(
-        where,
         "Do GPSA layers help more early in training than at the end?",
         lambda v: v[early[most]] / v[early[0.0]] - v[ends[most]] / v[ends[0.0]],
         unit="times",
@@ -193,6 +188,7 @@ def figure_9(t: Experiment, s: Scale) -> None:
         "PSA starts with W_qry = W_key = 0 (Eq. 5). Neither gets a gradient while the other is 0, "
         "so content never enters its attention."
     )
+    t.where = "app. A, Fig. 9"
     convit, deit = (f"{family}-{'B' if s.comparable else 'S'}" for family in FAMILIES)
     arms = {
         "ConViT (GPSA)": variation(convit),
@@ -211,7 +207,7 @@ def figure_9(t: Experiment, s: Scale) -> None:
         ("Without gates, is ConViT below DeiT at the end?", (none, "top1"), (alone, "top1")),
         ("At the end, are gates (GPSA) above none (PSA)?", (gated, "top1"), (alone, "top1")),
     ):  # fmt: skip
-        t.ask("app. A, Fig. 9", text, minus(first, second))
+        t.ask(text, first, second)
 
 
 @experiment("convit/figure-11", "Learning curves by size and by fraction of the data")
@@ -219,7 +215,7 @@ def figure_11(t: Experiment, s: Scale) -> None:
     """Curves of ConViT (solid) and DeiT (dashed)."""
     t.about = "Solid: ConViT. Dashed: DeiT. Gains are of the best evaluations."
     sizes = [size for size in s.sizes if size.endswith("+")] or s.sizes
-    where = "app. C, Fig. 11"
+    t.where = "app. C, Fig. 11"
 
     def curves(title: str, x: str, measure: Measure, arms: Mapping[str, tuple[str, Any]]) -> None:
         lines = []
@@ -239,7 +235,7 @@ def figure_11(t: Experiment, s: Scale) -> None:
             t.run("CIFAR-100", measure.name, measure, "ConViT-Ti+", **cifar)
             for measure in (top1_at("after 1,000 epochs", 1 / 3), TOP1)
         )
-        t.ask(where, "After 1,000 epochs of CIFAR-100, does ConViT overfit?", minus(after, end))
+        t.ask("After 1,000 epochs of CIFAR-100, does ConViT overfit?", after, end)
     by_size = {size: (size, {"seeds": s.seeds_of(size)}) for size in sizes}
     curves("Size of the model", "epochs", LEARNING_CURVE, by_size)
     by_fraction = {percent(f): ("S+", {"fraction": f}) for f in s.fractions[::-1]}
@@ -254,13 +250,9 @@ def figure_11(t: Experiment, s: Scale) -> None:
         convit, deit = (printed[f"{family}-{other}"]["top1"].value for family in FAMILIES)
         paper.append(100 * (convit / deit - 1))
     if len(sizes) > 1:
-        t.ask(
-            where,
-            "Does ConViT's relative gain grow with the size of the model?",
-            minus(("gain", sizes[-1]), ("gain", sizes[0])),
-            unit="% of DeiT's accuracy",
-            paper=paper[1] - paper[0],
-        )
+        text = "Does ConViT's relative gain grow with the size of the model?"
+        unit, more = "% of DeiT's accuracy", paper[1] - paper[0]
+        t.ask(text, ("gain", sizes[-1]), ("gain", sizes[0]), unit=unit, paper=more)
 
 
 @experiment("convit/figure-12", "Impact of each ingredient on the dynamics of learning")

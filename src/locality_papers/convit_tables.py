@@ -14,7 +14,6 @@ from locality_papers.experiment import (
     STANDARD,
     Column,
     Experiment,
-    at,
     experiment,
     largest,
     minus,
@@ -29,6 +28,7 @@ from locality_papers.table import Key, Measure
 def table_1(t: Experiment, s: Scale) -> None:
     """Parameters, cost and accuracy of each size."""
     t.about = "Accuracy and size of ConViT and DeiT, all trained from scratch."
+    t.where = "§3, p. 6"
     t.columns = STANDARD | {"top5": Column("top-5")}
     for size in s.sizes:
         for family in ("DeiT", "ConViT"):
@@ -37,17 +37,16 @@ def table_1(t: Experiment, s: Scale) -> None:
             for column, measure in (("top1", TOP1), ("top5", TOP5)):
                 t.run(role, column, measure, role, seeds=s.seeds_of(size))
         if size != "S" or s.comparable:  # elsewhere the same runs as Table 2's
-            effect = minus((f"ConViT-{size}", "top1"), (f"DeiT-{size}", "top1"))
-            t.ask("§3, p. 6", f"Is ConViT-{size} above DeiT-{size}?", effect)
+            convit, deit = f"ConViT-{size}", f"DeiT-{size}"
+            t.ask(f"Is {convit} above {deit}?", (convit, "top1"), (deit, "top1"))
     if s.comparable:
-        effect = minus(("ConViT-S+", "top1"), ("DeiT-B", "top1"))
-        t.ask("§3, p. 6", "Is ConViT-S+ above the larger DeiT-B?", effect)
+        t.ask("Is ConViT-S+ above the larger DeiT-B?", ("ConViT-S+", "top1"), ("DeiT-B", "top1"))
 
 
 @experiment("convit/table-2", "Sample efficiency: ConViT-S and DeiT-S on parts of the data")
 def table_2(t: Experiment, s: Scale) -> None:
     """Accuracy on fractions of the training images, and the relative gain of ConViT."""
-    where = "§3, p. 6, Table 2"
+    t.where = "§3, p. 6, Table 2"
     t.about = (
         "Trained on a fraction of each class's images, with equal numbers of images shown. "
         "The gap is ConViT's gain in per cent of DeiT's accuracy."
@@ -63,21 +62,16 @@ def table_2(t: Experiment, s: Scale) -> None:
                 t.run(part, column, measure, role, fraction=fraction)
             t.derive(part, gap, relative_gain((part, convit), (part, deit)))
     for part in map(percent, s.fractions):
-        effect = minus((part, "ConViT-S/top1"), (part, "DeiT-S/top1"))
-        t.ask(where, f"With {part} of the images, is ConViT above DeiT?", effect)
+        text = f"With {part} of the images, is ConViT above DeiT?"
+        t.ask(text, (part, "ConViT-S/top1"), (part, "DeiT-S/top1"))
     fewest, most = percent(s.fractions[0]), percent(s.fractions[-1])
-    effect = minus((fewest, "ConViT-S/top5"), (fewest, "DeiT-S/top5"))
     full = s.dataset in ("digits", "fashion_mnist")
     task = "with ten classes top-5 is nearly 100%" if full else ""
     text = f"With {fewest} of the images, is ConViT's top-5 above DeiT's?"
-    t.ask(where, text, effect, task=task)
+    t.ask(text, (fewest, "ConViT-S/top5"), (fewest, "DeiT-S/top5"), task=task)
     if most != fewest:
-        t.ask(
-            where,
-            "Is ConViT's relative gain larger with few images than with many?",
-            minus((fewest, "gap/top1"), (most, "gap/top1")),
-            unit="% of DeiT's accuracy",
-        )
+        text = "Is ConViT's relative gain larger with few images than with many?"
+        t.ask(text, (fewest, "gap/top1"), (most, "gap/top1"), unit="% of DeiT's accuracy")
 
 
 _UNGATED = {"freeze_gating": True, "gating_init": 0.0}
@@ -108,7 +102,7 @@ def table_3(t: Experiment, s: Scale) -> None:
             t.run(label, part, TOP1, **row, fraction=fraction)
             if label != e:
                 t.derive(label, f"{part} over e", minus((label, part), (e, part)))
-    where = "§4, pp. 8–9, Table 3"
+    t.where = "§4, pp. 8–9, Table 3"
     for part, text, first, second in (
         ("full", "With all images, does positional attention alone help (d, e)?", d, e),
         ("full", "With all images, does convolutional initialisation add to that (b, d)?", b, d),
@@ -118,19 +112,14 @@ def table_3(t: Experiment, s: Scale) -> None:
         ("10%", "With 10%, does a convolutional start add to it (b, d)?", b, d),
         ("10%", "With 10%, are frozen convolutions above attention (f, e)?", f, e),
     ):
-        t.ask(where, text, minus((first, part), (second, part)))
+        t.ask(text, (first, part), (second, part))
     t.ask(
-        where,
         "With 10%, are both together above either alone (a, b and c)?",
         lambda v: v[a, "10%"] - largest(v[b, "10%"], v[c, "10%"]),
     )
     # "Surprisingly", says the paper.
-    t.ask(
-        where,
-        "With all images, are frozen convolutions less than a point below attention (f, e)?",
-        minus((f, "full"), (e, "full")),
-        threshold=-A_POINT,
-    )
+    text = "With all images, are frozen convolutions less than a point below attention (f, e)?"
+    t.ask(text, (f, "full"), (e, "full"), threshold=-A_POINT)
 
 
 def add_taught(t: Experiment, s: Scale, key: Key, measure: Measure, role: str) -> None:
@@ -183,10 +172,10 @@ def table_4(t: Experiment, s: Scale) -> None:
         t.run(role, "none", TOP1, role)
         add_taught(t, s, (role, "hard"), TOP1, role)
         t.derive(role, "gain", minus((role, "hard"), (role, "none")))
-    deit, convit = ("DeiT-S", "gain"), ("ConViT-S+", "gain")
-    t.ask("app. B", "Does distillation help DeiT?", lambda v: v[deit])
-    t.ask("app. B", "Does distillation help ConViT?", lambda v: v[convit])
-    t.ask("app. B", "Does DeiT gain more from a teacher than ConViT?", minus(deit, convit))
+    t.where, deit, convit = "app. B", ("DeiT-S", "gain"), ("ConViT-S+", "gain")
+    t.ask("Does distillation help DeiT?", deit)
+    t.ask("Does distillation help ConViT?", convit)
+    t.ask("Does DeiT gain more from a teacher than ConViT?", deit, convit)
 
 
 @experiment("convit/table-5", "Position embedding masked at test time")
@@ -209,11 +198,10 @@ def table_5(t: Experiment, s: Scale) -> None:
         t.run(row, "unmasked", TOP1, role)
         t.derive(row, "loss", minus((row, "unmasked"), (row, "masked")))
     first, second = t.printed
-    where = "app. F, Table 5"
-    effect = minus((first, "loss"), (second, "loss"))
-    t.ask(where, "Does masking position embeddings cost DeiT more than ConViT?", effect)
-    text = "Does masking its position embedding cost ConViT accuracy?"
-    t.ask(where, text, at((second, "loss")))
+    t.where = "app. F, Table 5"
+    text = "Does masking position embeddings cost DeiT more than ConViT?"
+    t.ask(text, (first, "loss"), (second, "loss"))
+    t.ask("Does masking its position embedding cost ConViT accuracy?", (second, "loss"))
 
 
 @experiment("convit/table-6", "Content or position masked at test time")
@@ -237,18 +225,17 @@ def table_6(t: Experiment, s: Scale) -> None:
         t.run(row, "none", TOP1, role)
     first, *_, every = t.printed
     task = _CONTENT_UNUSED if s.dataset == "digits" else ""
-    where = "app. F, Table 6"
+    t.where = "app. F, Table 6"
     for part in masks:
         text = f"Does masking {part} in the first gated layers cost accuracy?"
-        t.ask(where, text, minus((first, "none"), (first, part)), task=task)
+        t.ask(text, (first, "none"), (first, part), task=task)
     text = "In the first gated layers, does masking position cost no more than masking content?"
-    t.ask(where, text, minus((first, "position"), (first, "content")), task=task)
-    effect = minus((every, "position"), (every, "content"))
-    t.ask(where, "Does masking content cost more than masking position?", effect, task=task)
+    t.ask(text, (first, "position"), (first, "content"), task=task)
+    text = "Does masking content cost more than masking position?"
+    t.ask(text, (every, "position"), (every, "content"), task=task)
     text = "Does masking content in all gated layers leave less than in the first?"
-    t.ask(where, text, minus((first, "content"), (every, "content")), task=task)
+    t.ask(text, (first, "content"), (every, "content"), task=task)
     t.ask(
-        where,
         "Without position in any gated layer, does much of the accuracy remain (over half)?",
         lambda v: v[every, "position"] - v[every, "none"] / 2,
     )

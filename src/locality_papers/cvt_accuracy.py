@@ -11,7 +11,7 @@ from locality.training import OptimConfig, RunConfig, ScheduleConfig, recipe, re
 from locality.training.config import EngineConfig
 from locality_papers import published
 from locality_papers.convit_curves import add_accuracy_by_size
-from locality_papers.experiment import STANDARD, Column, Experiment, experiment, minus
+from locality_papers.experiment import STANDARD, Column, Experiment, experiment
 from locality_papers.measures import TOP1, count, count_role
 from locality_papers.runs import PAPERS_MODELS, Scale
 
@@ -26,7 +26,7 @@ def table_3(t: Experiment, s: Scale) -> None:
     t.columns = STANDARD
     for row in published.rows("cvt/table-3"):
         _add_row(t, s, row)
-    where, top1 = "§4.2", "top1"
+    t.where, top1 = "§4.2", "top1"
     questions = {
         "Is CvT-13 above DeiT-S?": ("CvT-13", "DeiT-S"),
         "Is CvT-21 above the larger DeiT-B?": ("CvT-21", "DeiT-B"),
@@ -35,12 +35,12 @@ def table_3(t: Experiment, s: Scale) -> None:
         "From ImageNet-22k, is CvT-W24 above ViT-L/16?": ("CvT-W24↑384 22k", "ViT-L/16↑384 22k"),
     }
     for text, (first, second) in questions.items():
-        t.ask(where, text, minus((first, top1), (second, top1)))
+        t.ask(text, (first, top1), (second, top1))
     if not s.comparable:
         for part in (fraction for fraction in s.fractions if fraction < 1):
             label = f"{100 * part:g}%"
             keys = [t.run(role, label, TOP1, role, fraction=part) for role in ("CvT-13", "DeiT-S")]
-            t.ask("", f"With {label} of the images, is CvT-13 above DeiT-S?", minus(*keys))
+            t.ask(f"With {label} of the images, is CvT-13 above DeiT-S?", *keys, where="")
 
 
 def _add_row(t: Experiment, s: Scale, row: str) -> None:
@@ -129,7 +129,7 @@ def table_4(t: Experiment, s: Scale) -> None:
                 starts = (pretrained(s, row, seed) for seed in s.seeds)
                 t.add(row, target, TOP1, (tuned(s, start, target) for start in starts))
     text = "Fine-tuned on CIFAR-10, is CvT-W24 above BiT-M, which is three times as large?"
-    t.ask("§4.3", text, minus(("CvT-W24", "cifar10"), ("BiT-M", "cifar10")))
+    t.ask(text, ("CvT-W24", "cifar10"), ("BiT-M", "cifar10"), where="§4.3")
 
 
 @experiment("cvt/figure-1", "Accuracy against parameters")

@@ -14,7 +14,7 @@ from locality.models.cvt import Projection
 from locality.models.variants import named
 from locality.training.cost import forward_macs
 from locality_papers import diagrams, published
-from locality_papers.experiment import A_POINT, STANDARD, Column, Experiment, experiment, minus
+from locality_papers.experiment import A_POINT, STANDARD, Column, Experiment, experiment
 from locality_papers.measures import (
     TOP1,
     ask_fewer,
@@ -37,12 +37,8 @@ def table_1(t: Experiment, s: Scale) -> None:
         "grids": Column("token grids", "", 0),
     }
     for row in ("DeiT-S", "ConViT-S", "CvT-13"):
-        for column in t.columns:
-            t.fixed(row, column, partial(_need, row, column))
-
-
-def _need(row: str, column: str) -> float:
-    return _needs(PAPERS_MODELS[row])[column]
+        for column, value in _needs(PAPERS_MODELS[row]).items():
+            t.fixed(row, column, value)
 
 
 @cache
@@ -78,7 +74,8 @@ def table_2(t: Experiment, s: Scale) -> None:
         ("CvT-W24", "ViT-L/16", "parameters", 10.0),
         ("CvT-W24", "BiT-M", "parameters", 70.0),
     ):
-        ask_fewer(t, "§4.2" if large != "BiT-M" else "§4.3", small, large, column, percent)
+        where = "§4.2" if large != "BiT-M" else "§4.3"
+        ask_fewer(t, small, large, column, percent, where=where)
 
 
 _OTHERS = {
@@ -131,7 +128,7 @@ def figure_3(t: Experiment, s: Scale) -> None:
             t.fixed(row, column, partial(counted, config, 1000))
         text = f"Does convolutional projection add a negligible part of {what} (below 1%)?"
         effect = partial(_added, convolutional, linear, column)
-        t.ask("§3.2.2", text, effect, unit="%", threshold=1.0, side=-1)
+        t.ask(text, effect, where="§3.2.2", unit="%", threshold=1.0, side=-1)
 
     def draw() -> Any:
         models = {title: build("cvt_13", **fields) for title, fields in projections.items()}
@@ -147,6 +144,7 @@ def figure_3(t: Experiment, s: Scale) -> None:
 
 def _ablate(t: Experiment, s: Scale, models: Mapping[str, Mapping[str, Any]], *counts: str) -> None:
     """Rows of models with changed fields: their size and cost, and accuracy."""
+    t.where = f"§4.4, Table {t.name[-1]}"
     t.columns = {name: STANDARD[name] for name in (*counts, "top1")}
     for label, row in models.items():
         count_role(t, s, label, **row)
@@ -155,8 +153,7 @@ def _ablate(t: Experiment, s: Scale, models: Mapping[str, Mapping[str, Any]], *c
 
 def _ask(t: Experiment, text: str, first: str, second: str, margin: float = 0.0) -> None:
     """Is the first row above the second, or less than a margin below it?"""
-    effect = minus((first, "top1"), (second, "top1"))
-    t.ask(f"§4.4, Table {t.name[-1]}", text, effect, threshold=-margin)
+    t.ask(text, (first, "top1"), (second, "top1"), threshold=-margin)
 
 
 @experiment("cvt/table-5", "Position embeddings")
@@ -178,7 +175,6 @@ def table_5(t: Experiment, s: Scale) -> None:
         text = f"Does CvT lose less than a point without position embeddings in {where}"
         _ask(t, f"{text} ({f[0]}, {row[0]})?", f, row, A_POINT)
     t.ask(
-        "§4.4, Table 5",
         "Trained without position embedding, does DeiT lose more than CvT?",
         lambda v: v[a, "top1"] - v[b, "top1"] - (v[c, "top1"] - v[f, "top1"]),
     )
@@ -206,7 +202,6 @@ def table_6(t: Experiment, s: Scale) -> None:
     _ask(t, "With position embeddings, is convolutional embedding above patches (c, b)?", c, b)
     _ask(t, "Do patches gain from position embeddings (b, a)?", b, a)
     t.ask(
-        "§4.4, Table 6",
         "Do position embeddings bring more to patches than to convolutions?",
         lambda v: v[b, "top1"] - v[a, "top1"] - (v[c, "top1"] - v[d, "top1"]),
     )
@@ -224,7 +219,7 @@ def table_7(t: Experiment, s: Scale) -> None:
     a, b = models
     _ask(t, "Does squeezing keys and values cost less than a point (b, a)?", b, a, A_POINT)
     text = "Does squeezing keys and values save MACs?"
-    t.ask("§4.4, Table 7", text, percent_saved((b, "flops"), (a, "flops")), unit="%")
+    t.ask(text, percent_saved((b, "flops"), (a, "flops")), unit="%")
 
 
 @experiment("cvt/table-8", "Convolutional or linear projection, stage by stage")

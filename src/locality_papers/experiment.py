@@ -77,6 +77,7 @@ class Experiment:
         name, title: such as "convit/table-3", and what it shows.
         scale: the scale.
         about: what is compared, and the protocol at this scale.
+        where: the place in a paper that its questions are from; "" for our own.
         columns: the columns of a table by key; none of a figure.
         printed: row → the paper's name of it, if not the part before its colon.
         cells: numbers by row and column.
@@ -90,6 +91,7 @@ class Experiment:
     title: str
     scale: Scale
     about: str = ""
+    where: str = ""
     columns: dict[str, Column] = field(default_factory=dict)
     printed: dict[str, str] = field(default_factory=dict)
     cells: dict[Key, Cell] = field(default_factory=dict)
@@ -119,8 +121,7 @@ class Experiment:
         return self._set(row, column, Cell(absent=reason))
 
     def _set(self, row: str, column: str, cell: Cell) -> Key:
-        paper = self.published(row, column)
-        self.cells[row, column] = replace(cell, paper=paper and paper.value)
+        self.cells[row, column] = cell
         return row, column
 
     def derive(self, row: str, column: str, effect: Effect) -> Key:
@@ -128,16 +129,16 @@ class Experiment:
         self.derived[row, column] = effect
         return row, column
 
-    def ask(self, where: str, text: str, effect: Effect, **others: Any) -> None:
-        """Add a question; see `Question`."""
-        self.questions.append(Question(text, where, effect, **others))
+    def ask(self, text: str, effect: Effect | Key, less: Key | None = None, **others: Any) -> None:
+        """Add a question on an effect, on a cell, or on a cell less another; see `Question`."""
+        if isinstance(effect, tuple):
+            effect = at(effect) if less is None else minus(effect, less)
+        self.questions.append(Question(text, effect=effect, **{"where": self.where} | others))
 
     def panel(self, title: str, x: str, y: str, *lines: Any, **axes: bool) -> None:
         """Add axes with lines made by `line`; `axes` are `log_x` and `scatter`."""
-        self.panels.append(
-            {"title": title, "x_label": x, "y_label": y, "log_x": False, "scatter": False}
-            | axes | {"series": lines}
-        )  # fmt: skip
+        labels = {"title": title, "x_label": x, "y_label": y}
+        self.panels.append(labels | axes | {"series": lines})
 
     def published(self, row: str, column: str) -> Published | None:
         """The paper's number of a cell."""
@@ -155,10 +156,6 @@ class Experiment:
         """All needed runs, without duplicates."""
         measured = (run for cell in self.cells.values() for run in cell.runs)
         return list({run.folder: run for run in (*measured, *self.drawn)}.values())
-
-    @property
-    def comparable(self) -> bool:
-        return self.scale.comparable
 
 
 def line(
@@ -243,10 +240,11 @@ class Results:
 
     def paper(self, effect: Effect) -> float | None:
         """An effect of the paper's numbers."""
-        numbers = {key: cell.paper for key, cell in self.experiment.cells.items()}
+        printed = {key: self.experiment.published(*key) for key in self.experiment.cells}
+        numbers = {key: number.value for key, number in printed.items() if number is not None}
         try:
             return float(effect(_At(self.experiment, numbers)))
-        except (TypeError, KeyError):  # one of them is not published
+        except KeyError:  # one of them is not published
             return None
 
     def cell(self, row: str, column: str) -> Evaluated | None:
@@ -358,14 +356,14 @@ class Results:
         if isinstance(place, tuple):
             curves = self.by_seed(place)
             empty = "" if curves else (self.values.problems.get(place) or [NOT_RUN])[0]
-            return drawn | {"empty": empty or None} | mean_curve(curves, partial=True)
+            return drawn | {"empty": empty} | mean_curve(curves, partial=True)
         points = {x: self.effect(at(key)) for x, key in place.items()}
         known = {x: of.estimate for x, of in points.items() if of.estimate is not None}
         empty = "" if known else next(iter(points.values())).empty
         values: dict[str, Any] = {"x": [x() if callable(x) else x for x in known]}
         for name in ("mean", "half_width", "n"):
             values[name] = [getattr(of, name) for of in known.values()]
-        return drawn | {"empty": empty or None} | values
+        return drawn | {"empty": empty} | values
 
     def by_seed(self, key: Key) -> list[Any]:
         """A cell's values, such as curves, in the order of their seeds."""

@@ -11,9 +11,10 @@ from typing import Any
 from locality.analysis.taps import content_off, position_off
 from locality_papers import maps
 from locality_papers.convit_attention import run_pictures
-from locality_papers.experiment import Column, Experiment, at, experiment, line, minus
+from locality_papers.experiment import Column, Experiment, experiment, line
 from locality_papers.measures import TOP1, at_end, masked_top1, of_layer, summed_rate, trajectory
 from locality_papers.runs import Scale
+from locality_papers.table import Key
 
 FACTORS = (1.0, 10.0, 100.0)
 """Factors on the learning rate of positions. Adam moves a parameter by at most about the sum of its
@@ -60,7 +61,7 @@ def position_rate(t: Experiment, s: Scale) -> None:
         t.run(row, "top1", TOP1, "ConViT-S", **chosen)
         _add_layers(t, row, "ConViT-S", layers, chosen)
         text = f"With the rate of v_pos and λ {row}, do gates fall?"
-        t.ask("", text, at((row, "fall")), unit="of attention")
+        t.ask(text, (row, "fall"), unit="of attention")
 
 
 SHUFFLED = {
@@ -133,21 +134,21 @@ def _shuffle(t: Experiment, s: Scale, optim: Mapping[str, Any], prefix: str = ""
         gate = at_end("gate", lambda of: fmean(of.gates[:, -1]))
         t.run(row, "gate", gate, role, **chosen)
 
-    def ask(text: str, effect: Any, unit: str = "of attention", paper: float | None = None) -> None:
-        t.ask("", f"{prefix}{text}", effect, unit=unit, paper=paper)
+    def ask(text: str, *keys: Key, unit: str = "of attention", paper: float | None = None) -> None:
+        t.ask(f"{prefix}{text}", *keys, unit=unit, paper=paper)
 
     for label, row in rows.items():
-        ask(f"Patches {label}: do gates fall?", at((row, "fall")), paper=_PREDICTED)
+        ask(f"Patches {label}: do gates fall?", (row, "fall"), paper=_PREDICTED)
     for label, row in rows.items():
         text = f"Patches {label}: does masking content cost more than masking position?"
-        ask(text, minus((row, "position"), (row, "content")), "points")
+        ask(text, (row, "position"), (row, "content"), unit="points")
     for label in ("as they are", _OWN):
         for n in layers:
             text = f"Patches {label}: does layer {n + 1} become less local?"
-            ask(text, at((rows[label], f"left {n}")), "tokens")
+            ask(text, (rows[label], f"left {n}"), unit="tokens")
     for less, more in pairwise(_DIAL):
         text = f"Are gates lower with patches {more} than {less}?"
-        ask(text, minus((rows[less], "gate"), (rows[more], "gate")))
+        ask(text, (rows[less], "gate"), (rows[more], "gate"))
 
 
 @experiment("beyond/shuffled", "Gates where position says nothing: shuffled patches")

@@ -64,12 +64,7 @@ def maps(
     return figure
 
 
-def initial_maps(
-    chosen: Sample,
-    model: Architecture,
-    seed: int,
-    heads: Sequence[int],
-) -> Figure:
+def initial_maps(chosen: Sample, model: Architecture, seed: int, heads: Sequence[int]) -> Figure:
     """The first layer of untrained models on one image (Fig. 3).
 
     Self-attention, and positional self-attention at two locality strengths.

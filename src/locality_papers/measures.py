@@ -120,10 +120,8 @@ class Trajectory:
         self.nonlocality = np.array([layer["nonlocality"][:snapshots] for layer in found["layers"]])
         early = self.nonlocality[:, min(found["early"], self.nonlocality.shape[1] - 1)]
         self.growth = self.nonlocality[:, -1] - self.nonlocality[:, 0]
-        self.early_drop, self.late_growth = (
-            self.nonlocality[:, 0] - early,
-            self.nonlocality[:, -1] - early,
-        )
+        self.early_drop = self.nonlocality[:, 0] - early
+        self.late_growth = self.nonlocality[:, -1] - early
         self.gates = np.array([[fmean(heads) for heads in layer] for layer in gates])
         self.heads = [
             np.array(layer["nonlocality_per_head"][:snapshots]).T for layer in found["layers"]
@@ -167,17 +165,17 @@ def masked_top1(name: str, mask: Callable[[nn.Module], AbstractContextManager[An
             found = evaluate_opened(opened, run.config.data, seed=run.config.seed, on_batch=note)
         return {"top1": found["top1"], "right": packed(np.array([right[n] for n in sorted(right)]))}
 
-    def read(record: Record) -> float:
+    def kept(record: Record) -> dict[str, Any]:
         value = record["measures"][key]
-        return float(
-            value["top1"] if isinstance(value, dict) else value
-        )  # a number until 2026-11-28
+        return value if isinstance(value, dict) else {"top1": value}  # until 2026-11-28
 
-    def right_images(record: Record) -> str | None:
-        value = record["measures"][key]
-        return value["right"] if isinstance(value, dict) else None
-
-    return Measure(key, read, needs=Measure(key, take=take), accuracy=True, right=right_images)
+    return Measure(
+        key,
+        lambda record: float(kept(record)["top1"]),
+        needs=Measure(key, take=take),
+        accuracy=True,
+        right=lambda record: kept(record).get("right"),
+    )
 
 
 def summed_rate(config: RunConfig) -> float:
@@ -210,17 +208,12 @@ def percent_saved(small: Key, large: Key) -> Effect:
 
 
 def ask_fewer(
-    t: Experiment, where: str, small: str, large: str, column: str, paper: float | None = None
+    t: Experiment, small: str, large: str, column: str, paper: float, **others: Any
 ) -> None:
     """Does the first model have fewer parameters, or need fewer MACs, than the second?"""
     what = {"parameters": "have fewer parameters", "flops": "need fewer MACs"}[column]
-    t.ask(
-        where,
-        f"Does {small} {what} than {large}?",
-        percent_saved((small, column), (large, column)),
-        unit="%",
-        paper=paper,
-    )
+    saved = percent_saved((small, column), (large, column))
+    t.ask(f"Does {small} {what} than {large}?", saved, unit="%", paper=paper, **others)
 
 
 def count_role(t: Experiment, s: Scale, row: str, role: str, **choices: Any) -> None:

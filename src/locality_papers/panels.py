@@ -21,10 +21,10 @@ def draw(panels: Sequence[Record]) -> Figure:
     """Draw panels side by side; empty ones are skipped.
 
     Args:
-        panels: each with `title`, `x_label`, `y_label`, `log_x`, `scatter` (named points instead of
-            lines), optionally `y_range`, and `series`, each with `label`, `colour` (see
-            `resolve_colour`), `dashed`, `band`, `empty` (the reason, or None), `x`, `mean` and
-            `half_width`.
+        panels: each with `title`, `x_label`, `y_label`, optionally `log_x`, `scatter` (named points
+            instead of lines) and `y_range`, and `series`, each with `label`, `colour` (see
+            `resolve_colour`), `dashed`, `band`, `x`, `mean` and `half_width`, and `empty`, why it
+            is.
     """
     panels = [panel for panel in panels if filled(panel)]
     if not panels:
@@ -44,7 +44,7 @@ def draw(panels: Sequence[Record]) -> Figure:
 
 def filled(panel: Record) -> list[Record]:
     """The series of a panel that are not empty."""
-    return [series for series in panel["series"] if not series["empty"]]
+    return [series for series in panel["series"] if not series.get("empty")]
 
 
 def _draw_panel(axes: Axes, panel: Record) -> None:
@@ -52,9 +52,9 @@ def _draw_panel(axes: Axes, panel: Record) -> None:
     axes.set_xlabel(panel["x_label"])
     axes.set_ylabel(panel["y_label"])
     axes.grid(True)
-    if panel["log_x"]:
+    if panel.get("log_x"):
         axes.set_xscale("log")
-    drawing = _draw_points if panel["scatter"] else draw_line
+    drawing = _draw_points if panel.get("scatter") else draw_line
     for series in filled(panel):
         drawing(axes, series)
     if "y_range" in panel:
@@ -68,7 +68,7 @@ def _draw_legends(figure: Figure, grid: Sequence[Axes], panels: Sequence[Record]
     Scatter panels need none, as points are annotated.
     """
     legends = [axes.get_legend_handles_labels() for axes in grid]
-    if len(legends) == 1 and len(legends[0][1]) > 5 and not panels[0]["scatter"]:
+    if len(legends) == 1 and len(legends[0][1]) > 5 and not panels[0].get("scatter"):
         figure.legend(
             *legends[0], loc="outside lower center", ncols=3, fontsize=6.5, handlelength=1.6
         )
@@ -77,7 +77,7 @@ def _draw_legends(figure: Figure, grid: Sequence[Axes], panels: Sequence[Record]
         figure.legend(*legends[0], loc="outside right center", fontsize=7.5, handlelength=1.6)
         return
     for axes, panel, (_, labels) in zip(grid, panels, legends, strict=True):
-        if not panel["scatter"]:
+        if not panel.get("scatter"):
             columns = 2 if len(labels) > 8 else 1
             legend = axes.legend(fontsize=6.5, handlelength=1.6, ncols=columns, frameon=True)
             # Translucent, so that it never hides curves.
@@ -87,10 +87,10 @@ def _draw_legends(figure: Figure, grid: Sequence[Axes], panels: Sequence[Record]
 def _plain_ticks(axes: Axes, panel: Record) -> None:
     """Ticks at the measured x if few; on log axes, plain numbers instead of powers of ten."""
     ticks = sorted({x for series in filled(panel) for x in series["x"]})
-    if len(ticks) <= 6 and not panel["scatter"] and "y_range" not in panel:
+    if len(ticks) <= 6 and not panel.get("scatter") and "y_range" not in panel:
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.xaxis.set_minor_locator(NullLocator())
-    elif panel["log_x"]:
+    elif panel.get("log_x"):
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:g}"))
         axes.xaxis.set_minor_locator(NullLocator())

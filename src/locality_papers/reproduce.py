@@ -106,10 +106,8 @@ def reproduce(
         return []
     if recorded is not None and finished and not Path(recorded).exists():
         raise UserError(f"there is no file {recorded} of finished runs")
-    known, folder = (
-        Recorded(None if recorded is None else Path(recorded)),
-        Path(output) / chosen.name,
-    )
+    known = Recorded(None if recorded is None else Path(recorded))
+    folder = Path(output) / chosen.name
     check_outside_runs(folder)
     for each in experiments:
         check_output(_page_file(folder, each), overwrite=_is_page(_page_file(folder, each), each))

@@ -178,14 +178,12 @@ class Cell:
         measure: their measure.
         value: instead of runs, the number or what computes it.
         absent: why it does not exist at this scale.
-        paper: the paper's number.
     """
 
     runs: tuple[Request, ...] = ()
     measure: Measure | None = None
     value: float | Callable[[], float] | None = None
     absent: str = ""
-    paper: float | None = None
 
 
 Key = tuple[str, str]

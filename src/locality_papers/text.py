@@ -12,6 +12,7 @@ from locality.files import csv_text
 from locality.templates import render
 from locality_papers.answers import CANNOT_TELL, LATER, LESS, Answer, protocol
 from locality_papers.experiment import Column, Evaluated, Results, at
+from locality_papers.panels import filled
 from locality_papers.table import NOT_RUN
 
 EMPTY = "—"
@@ -37,19 +38,20 @@ class Part:
         self.answers = [each for each in found if (each["experiment"], each["scale"]) == here]
         rows = {row: {key: results.cell(row, key) for key in of.columns} for row in of.rows}
         # Rows and columns with any number of ours; all where accuracies are comparable.
+        comparable = of.scale.comparable
         self._cells = {
             row: cells
             for row, cells in rows.items()
-            if of.comparable or any(_filled(cell, not of.runs) for cell in cells.values())
+            if comparable or any(_filled(cell, not of.runs) for cell in cells.values())
         }
         self._columns = {
             key: column
             for key, column in of.columns.items()
-            if of.comparable or any((c := row[key]) and c.estimate for row in self._cells.values())
+            if comparable or any((c := row[key]) and c.estimate for row in self._cells.values())
         }
         lines = [line for panel in results.drawn_panels for line in panel["series"]]
         names = [row for row in of.rows if row not in self._cells]
-        names += [line["label"] for line in lines if line["empty"]]
+        names += [line["label"] for line in lines if line.get("empty")]
         self.left_out = some(list(dict.fromkeys(names))) if names else ""
         counts = [
             c.estimate.n
@@ -66,10 +68,9 @@ class Part:
         if self.experiment.questions:
             return bool(self.answers)
         measured = any(
-            max(line["n"]) > 1 and (panel["scatter"] or len(line["x"]) > 1)
+            max(line["n"]) > 1 and (panel.get("scatter") or len(line["x"]) > 1)
             for panel in self.results.drawn_panels
-            for line in panel["series"]
-            if not line["empty"]
+            for line in filled(panel)
         )
         free = self.experiment.draw is not None and not self.experiment.runs
         return bool(self._columns or measured or free)

@@ -26,7 +26,6 @@ from locality.data.config import InputConfig
 from locality.data.sources import ImageSource
 from locality.errors import UserError
 from locality.files import read_shaped
-from locality.models.config import to_2tuple
 from locality.runs import Run
 from locality.training.config import RunConfig, read_config
 
@@ -128,19 +127,6 @@ def split_pixels(
     return train.reshape(len(train), -1), labels, val.reshape(len(val), -1), targets
 
 
-def baseline_inputs(config: RunConfig) -> tuple[DataSplits, InputConfig, int]:
-    """The arguments of `pixel_baselines` for a run that has not started.
-
-    Raises:
-        OSError, UserError: the run's images cannot be read.
-    """
-    return open_data(config.data, config.seed), _preprocessing(config), config.data.workers
-
-
-def _preprocessing(config: RunConfig) -> InputConfig:
-    return config.input.at(to_2tuple(config.model.img_size))
-
-
 def record_baselines(
     folders: Iterable[Path | str],
     known: dict[str, dict[str, Any]] | None = None,
@@ -184,11 +170,12 @@ def _record(
     classes: Sequence[str] = (),
     splits: DataSplits | None = None,
 ) -> dict[str, Any]:
-    images = repr((config.data, config.seed, _preprocessing(config)))
+    preprocessing = config.input.at(config.model.img_size)
+    images = repr((config.data, config.seed, preprocessing))
     if images not in known:
         most = MAX_IMAGES if config.schedule.minutes is None else MAX_TIMED_IMAGES
         splits = splits or open_data(config.data, config.seed, classes)
-        known[images] = pixel_baselines(splits, _preprocessing(config), config.data.workers, most)
+        known[images] = pixel_baselines(splits, preprocessing, config.data.workers, most)
     return known[images]
 
 
@@ -245,12 +232,7 @@ def _pixels(
         steps = np.arange(most) * len(source) // most
         source = source.subset(source.labels.argsort(kind="stable")[steps])
     loader = eval_loader(
-        source,
-        preprocessing,
-        batch_size=_BATCH,
-        on_bad_image="skip",
-        least=least,
-        workers=workers,
+        source, preprocessing, batch_size=_BATCH, on_bad_image="skip", least=least, workers=workers
     )
     batches = list(loader)
     images, labels = ([getattr(b, part).numpy() for b in batches] for part in ("images", "targets"))

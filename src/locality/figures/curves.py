@@ -13,14 +13,7 @@ from matplotlib.colors import to_hex
 from locality.analysis.measures import nonlocality_unit
 from locality.analysis.statistics import mean_curve
 from locality.figures.charts import label_axes
-from locality.figures.style import (
-    FAINT,
-    INK,
-    MAP_COLOURS,
-    OTHER,
-    family_colour,
-    family_style,
-)
+from locality.figures.style import FAINT, INK, MAP_COLOURS, OTHER, family_colour, family_style
 
 Record = dict[str, Any]
 
@@ -113,8 +106,7 @@ def gate_panels(seeds: Sequence[Record]) -> list[Record]:
 
 
 def _over_epochs(title: str, y_label: str) -> Record:
-    panel: Record = {"title": title, "x_label": "epochs", "y_label": y_label}
-    return panel | {"log_x": False, "scatter": False, "series": []}
+    return {"title": title, "x_label": "epochs", "y_label": y_label, "series": []}
 
 
 def _line(
@@ -123,5 +115,5 @@ def _line(
 ) -> Record:  # fmt: skip
     """A series of one array of values by epoch per seed; see `draw`."""
     curves = [{"x": of["epochs"], "y": y} for of, y in zip(seeds, values, strict=True)]
-    look = {"label": label, "colour": colour, "dashed": dashed, "band": band, "empty": None}
+    look = {"label": label, "colour": colour, "dashed": dashed, "band": band}
     return look | mean_curve(curves)
