@@ -149,11 +149,7 @@ async def _body(request: Request) -> bytes:
 
 
 def serve(
-    classifier: Classifier,
-    host: str,
-    port: int,
-    hosts: Sequence[str] = (),
-    title: str = "",
+    classifier: Classifier, host: str, port: int, hosts: Sequence[str] = (), title: str = ""
 ) -> NoReturn:
     """Print the page's URL and serve until interrupted; then end the process.
 

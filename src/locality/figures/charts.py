@@ -16,14 +16,7 @@ from locality.analysis.measures import nonlocality_unit
 from locality.analysis.runs import RunGroup, baselines_at
 from locality.analysis.runs import percent as percent
 from locality.analysis.statistics import Estimate, estimate, mean_curve
-from locality.figures.style import (
-    CONVIT,
-    FAINT,
-    INK,
-    family_colour,
-    family_style,
-    settings,
-)
+from locality.figures.style import CONVIT, FAINT, INK, family_colour, family_style, settings
 from locality.runs import Run
 
 PANEL = (4.4, 3.1)  # inches; readable on a phone
@@ -62,7 +55,7 @@ def draw_accuracy(
         axes.set_yticks(range(len(groups)), [fill(one.label, 30) for one in groups], fontsize=8)
         axes.set_ylim(len(groups) - 0.5, -0.5)
         axes.margins(x=0.1)
-        axes.set_xlim(*_clip_limits(axes.get_xlim()))
+        axes.set_xlim(*np.clip(axes.get_xlim(), *_LIMITS))
         label_axes(axes, f"top-1 accuracy (%), {subset_label(*fractions)}", "", grid="x")
         return
     step = 0.7 / len(groups)
@@ -75,10 +68,11 @@ def draw_accuracy(
             _draw_seeds(axes, one, fraction, mean, position, step * 0.22, look, label)
     axes.set_xticks(range(len(fractions)), [percent(fraction) for fraction in fractions])
     axes.set_xlim(-0.6, len(fractions) - 0.4)
-    axes.set_ylim(*_clip_limits(axes.get_ylim()))
+    axes.set_ylim(*np.clip(axes.get_ylim(), *_LIMITS))
     label_axes(axes, "fraction of the training images", "top-1 accuracy (%)", covered=True)
 
 
+_LIMITS = 0, 101  # percent, which intervals of few seeds may exceed
 _CLOSE = 0.06  # rotate labels closer than this, as a share of the distance between fractions
 _BASELINE_STYLES = {"nearest neighbour": ":", "logistic regression": "--"}
 
@@ -136,11 +130,6 @@ def _draw_seeds(
     )
 
 
-def _clip_limits(limits: tuple[float, float]) -> tuple[float, float]:
-    """Clip axis limits to 0 … 101%, which intervals of few seeds may exceed."""
-    return max(0, limits[0]), min(101, limits[1])
-
-
 def _group_styles(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
     """The family's colour for each group; further groups of a family get other markers."""
     looks, seen = [], dict[str, int]()
@@ -180,11 +169,7 @@ def curve_of(run: Run, column: str) -> np.ndarray:
 
 
 def draw_curves(
-    axes: Axes,
-    run: Run,
-    columns: Mapping[str, str],
-    best: Mapping[str, float] | None,
-    y_label: str,
+    axes: Axes, run: Run, columns: Mapping[str, str], best: Mapping[str, float] | None, y_label: str
 ) -> bool:
     """Columns of a run's `metrics.csv` over training, with the best evaluation marked.
 

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from locality.models.config import CvTConfig as CvTConfig
     from locality.models.config import TimmConfig as TimmConfig
     from locality.models.config import ViTConfig as ViTConfig
-    from locality.models.convit import (
-        GatedPositionalSelfAttention as GatedPositionalSelfAttention,
-    )
+    from locality.models.convit import GatedPositionalSelfAttention as GatedPositionalSelfAttention
     from locality.models.convit import PositionalSelfAttention as PositionalSelfAttention
     from locality.models.convit import SelfAttention as SelfAttention
     from locality.models.convit import VisionTransformer as VisionTransformer
