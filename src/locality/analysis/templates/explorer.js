@@ -41,10 +41,9 @@ function positionalAttention([square, down, right], layer, [row, column]) {
     (_, k) => rows[Math.floor(k / columns.length)] * columns[k % columns.length]);
 }
 
-// The query's cell on a layer's grid.
-function cellOf(layer) {
-  return layer.grid.map((size, axis) => Math.min(size - 1, Math.floor(state.place[axis] * size)));
-}
+// The query's cell on a layer's grid, and on that of the image.
+const cellOf = ({ grid }) => grid.map((size, axis) => Math.min(size - 1, Math.floor(state.place[axis] * size)));
+const queryCell = () => cellOf({ grid: GRID });
 
 function queryIndex(layer) {
   if (state.classToken) return layer.prefix ? 0 : -1;
@@ -59,12 +58,10 @@ function attentionOf(model, index, number, mode = state.mode, query = null, cell
   cell ??= cellOf(layer);
   if (query < 0 || (mode === "position" && !layer.position)) return null;
   const scores = mode === "position" ? null : contentScores(heads[model][index][number], layer.head_dim, query);
-  if (mode === "content" || layer.kind === "sa") return softmax(scores);
-  const position = positionalAttention(layer.position[number], layer, cell);
+  const position = layer.position && positionalAttention(layer.position[number], layer, cell);
   if (mode === "position") return position;
-  if (layer.kind === "psa") return softmax(scores.map((score, key) => score + Math.log(position[key])));
-  const content = softmax(scores), gate = layer.gates[number];
-  return content.map((value, key) => (1 - gate) * value + gate * position[key]);
+  const [content, mixed] = mixedRow(scores, position, layer.gates?.[number]);
+  return mode === "content" ? content : mixed;
 }
 
 // Attention rollout (Abnar & Zuidema, 2020) needs the same tokens in every layer, as queries and as keys.
@@ -264,10 +261,6 @@ function topOf(cell) {
   return tops.get({ layer, all: "all" }[scale] ?? `${layer}.${cell.head}`);
 }
 
-function queryCell() {
-  return GRID.map((size, axis) => Math.min(size - 1, Math.floor(state.place[axis] * size)));
-}
-
 function showCell(cell) {
   const layer = DATA.models[cell.model].layers[cell.index];
   const attention = rowOf(cell), distance = distanceOf(layer, attention), patches = attention?.subarray(layer.prefix);
@@ -313,7 +306,8 @@ function readout() {
     delete $("readout").dataset.attention;
     return;
   }
-  mark(at.model, at.layer, at.head);
+  document.querySelectorAll(`[data-model="${at.model}"][data-layer="${at.layer}"][data-head="${at.head}"]`)
+    .forEach((node) => node.classList.add("hovered"));
   const layer = DATA.models[at.model].layers[at.layer];
   const attention = rows.get(`${at.model}.${at.layer}.${at.head}`);
   const rolled = at.head === ROLLOUT;
@@ -337,23 +331,16 @@ function readout() {
   $("readout").textContent = parts.join(" · ");
 }
 
-function mark(model, layer, head) {
-  document.querySelectorAll(`[data-model="${model}"][data-layer="${layer}"][data-head="${head}"]`)
-    .forEach((node) => node.classList.add("hovered"));
-}
-
-function highlight(model, layer, head) {
-  state.hovered = model === undefined ? null : { model, layer, head };
+function highlight(model, layer, head, key) {
+  state.hovered = model === undefined ? null : { model, layer, head, key };
   readout();
 }
 
 function hover(cell, event) {
   if (!cell) return highlight();
-  const layer = DATA.models[cell.model].layers[cell.index];
-  const box = cell.canvas.getBoundingClientRect();
+  const layer = DATA.models[cell.model].layers[cell.index], box = cell.canvas.getBoundingClientRect();
   const key = keyAt(layer, (event.clientY - box.top) / box.height, (event.clientX - box.left) / box.width);
-  state.hovered = { model: cell.model, layer: cell.index, head: cell.head, key };
-  readout();
+  highlight(cell.model, cell.index, cell.head, key);
 }
 
 function showImageUnderMaps() {
@@ -372,7 +359,6 @@ async function setImage(image) {
   await $("image").decode();
   const large = $("image").naturalWidth > 64;
   document.body.classList.toggle("smooth", large);
-  $("image").classList.toggle("smooth", large);
   document.body.style.setProperty("--ratio", `${$("image").naturalWidth} / ${$("image").naturalHeight}`);
   document.querySelectorAll("#thumbnails button").forEach((button, at) =>
     button.setAttribute("aria-pressed", at === image));
@@ -397,9 +383,7 @@ function choosePart(layer, head = state.head) {
 function chooseCell(row, column) {
   state.place = [row, column].map((value, axis) =>
     (Math.max(0, Math.min(GRID[axis] - 1, value)) + 0.5) / GRID[axis]);
-  state.classToken = false;
-  $("class-token").checked = false;
-  show();
+  setClassToken(false);
 }
 
 function setClassToken(on) {
@@ -408,18 +392,12 @@ function setClassToken(on) {
   show();
 }
 
-function setRollout(on) {
-  state.rollout = on;
-  buildLarge();
-  show();
-}
-
 function listen() {
   $("layer").addEventListener("input", () => choosePart(Number($("layer").value) - 1));
   $("scale").addEventListener("change", () => { state.scale = $("scale").value; show(); });
   $("opacity").addEventListener("input", () =>
     document.documentElement.style.setProperty("--opacity", $("opacity").value / 100));
-  $("rollout").addEventListener("change", () => setRollout($("rollout").checked));
+  $("rollout").addEventListener("change", () => { state.rollout = $("rollout").checked; buildLarge(); show(); });
   $("class-token").addEventListener("change", () => setClassToken($("class-token").checked));
   listenTo((key) => {
     if (key === "t" && !$("class-token-choice").hidden) setClassToken(!state.classToken);
@@ -442,8 +420,6 @@ async function start() {
   document.querySelectorAll(".rollout").forEach((node) => { node.hidden = !DATA.models.some(canRollOut); });
   document.querySelectorAll(".prefix").forEach((node) => { node.textContent = PREFIX; });
   $("scale").value = state.scale;
-  $("about").textContent = `Queries and keys are stored in half precision. ` +
-    `Written by locality ${document.querySelector('meta[name="generator"]').content.split(" ")[1]}.`;
   buildModels();
   buildPlots();
   buildLarge();

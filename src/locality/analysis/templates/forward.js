@@ -95,28 +95,19 @@ function attention(model, prefix, x, n, { gate = 0, strength = 1 }) {
   const qkv = linear(x, weights[`${name}.qkv.weight`], weights[`${name}.qkv.bias`], width);
   const out = new Float32Array(n * width), layer = { heads: [], gates: gating ? [] : null, prefix: n - grid[0] * grid[1] };
   for (let h = 0; h < heads; h++) {
-    const scores = new Float64Array(n * n), content = new Float32Array(n * n);
+    const scores = new Float64Array(n), content = new Float32Array(n * n), mixed = new Float32Array(n * n);
+    const position = positions ? positionalMap(Array.from(positions.subarray(3 * h, 3 * h + 3), (v) => v * strength), grid) : null;
+    const share = gating && movedGate(1 / (1 + Math.exp(-gating[h])), gate);
+    if (gating) layer.gates.push(share);
     for (let i = 0; i < n; i++) {
       for (let j = 0; j < n; j++) {
         let sum = 0;
         for (let k = 0, q = i * 3 * width + h * d, key = j * 3 * width + width + h * d; k < d; k++) sum += qkv[q + k] * qkv[key + k];
-        scores[i * n + j] = sum / Math.sqrt(d);
+        scores[j] = sum / Math.sqrt(d);
       }
-      content.set(softmax(scores.subarray(i * n, (i + 1) * n)), i * n);
-    }
-    let position = null, mixed = content;
-    if (positions) {
-      position = positionalMap(Array.from(positions.subarray(3 * h, 3 * h + 3), (v) => v * strength), grid);
-      mixed = new Float32Array(n * n);
-      if (gating) {
-        const share = movedGate(1 / (1 + Math.exp(-gating[h])), gate);
-        layer.gates.push(share);
-        for (let i = 0; i < n * n; i++) mixed[i] = (1 - share) * content[i] + share * position[i]; // Eq. 7
-      } else { // one softmax over both terms, Eq. 4
-        for (let i = 0; i < n * n; i += n) {
-          mixed.set(softmax(scores.subarray(i, i + n).map((score, j) => score + Math.log(position[i + j]))), i);
-        }
-      }
+      const [alone, both] = mixedRow(scores, position?.subarray(i * n, (i + 1) * n), share);
+      content.set(alone, i * n);
+      mixed.set(both, i * n);
     }
     for (let i = 0; i < n; i++) {
       for (let j = 0; j < n; j++) {

@@ -67,8 +67,7 @@ function build() {
   document.body.style.setProperty("--ratio", `${WIDTH} / ${HEIGHT}`);
   document.body.classList.toggle("smooth", Math.max(HEIGHT, WIDTH) > 64);
   document.body.classList.toggle("bare", BARE);
-  $("image").width = WIDTH;
-  $("image").height = HEIGHT;
+  Object.assign($("image"), { width: WIDTH, height: HEIGHT });
   $("models").append(...models.map(buildModel));
   // On narrow screens the models are below the drawing; this line beside it shows their predictions.
   $("brief").append(...models.map((model) => element("span", { class: `key ${model.family}` }, `${model.label} `,
@@ -278,9 +277,7 @@ function move() {
   const ways = gate === 100 ? "1, position alone" : gate === -100 ? "0, content alone" : `${Math.abs(gate)}% of the way to ${gate > 0 ? 1 : 0}`;
   $("gate-value").textContent = gate ? ways : "as trained";
   $("strength-value").textContent = strength ? `× ${factor(strength).toFixed(2)}` : "as trained";
-  for (const [slider, value] of [["gate", "gate-value"], ["strength", "strength-value"]]) {
-    $(slider).setAttribute("aria-valuetext", $(value).textContent);
-  }
+  for (const slider of ["gate", "strength"]) $(slider).setAttribute("aria-valuetext", $(`${slider}-value`).textContent);
   $("trained").disabled = !gate && !strength;
   $("content-only").disabled = gate === -100;
   // With all gates at 0, position has no effect.
@@ -306,11 +303,6 @@ function showDrawing() {
 
 const draw = () => look(drawnPixels(state.strokes, DATA.channels));
 
-function clearDrawing() {
-  state.strokes = [];
-  look(new Uint8Array(HEIGHT * WIDTH * DATA.channels));
-}
-
 function listenToPad() {
   const pad = $("pad");
   let stroke = null;
@@ -331,7 +323,7 @@ function listenToPad() {
   });
   pad.addEventListener("pointermove", (event) => { if (stroke) { add(event); draw(); } });
   for (const end of ["pointerup", "pointercancel"]) pad.addEventListener(end, () => { stroke = null; });
-  $("clear").addEventListener("click", clearDrawing);
+  $("clear").addEventListener("click", () => { state.strokes = []; look(new Uint8Array(HEIGHT * WIDTH * DATA.channels)); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showDrawing);
 }
 

@@ -35,6 +35,14 @@ function axisAttention(quadratic, linear, query, length) {
   return softmax(Float64Array.from({ length }, (_, key) => (quadratic * (key - query) + linear) * (key - query)));
 }
 
+// A row of a head's attention, by content alone and mixed: with `position` by the gate (Eq. 7), or without a gate in one softmax (Eq. 4).
+function mixedRow(scores, position, gate) {
+  const content = softmax(scores);
+  if (!position) return [content, content];
+  if (gate === undefined) return [content, softmax(scores.map((score, key) => score + Math.log(position[key])))];
+  return [content, content.map((value, key) => (1 - gate) * value + gate * position[key])];
+}
+
 // A row of attention from the patch `query`: [sum of attention · distance, sum of attention]. Key j is centred on query token offset + stride·j.
 function looked(row, query, columns, stride = [1, 1], offset = [0, 0]) {
   let sum = 0, mass = 0;
@@ -64,11 +72,6 @@ function element(name, attributes = {}, ...children) {
   for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
   node.append(...children);
   return node;
-}
-
-function gateColour(gate) {
-  const mix = (from, to) => Math.round(from + (to - from) * gate);
-  return `rgb(${mix(255, 193)}, ${mix(255, 18)}, ${mix(255, 31)})`;
 }
 
 const number = (value) => (value >= 0.1 ? value.toFixed(2) : value.toPrecision(2).replace("-", "−"));
@@ -127,7 +130,7 @@ function makeMap(under, size, attributes = {}) {
 function showGate(strip, gate) {
   strip.classList.toggle("absent", gate === undefined);
   if (gate === undefined) return;
-  strip.style.background = gateColour(gate);
+  strip.style.background = `color-mix(in srgb, #c1121f ${100 * gate}%, #ffffff)`;
   strip.title = `gate ${gate.toFixed(2)}`;
 }
 
@@ -190,22 +193,17 @@ function plot(title, axis, caption, valuesOf, largest, marked, chosen, even = nu
   const svg = element("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title });
   for (const value of ticks) {
     svg.append(element("line", { class: "axis", x1: left, x2: width - right, y1: y(value), y2: y(value) }));
-    const label = element("text", { x: left - 4, y: y(value) + 4, "text-anchor": "end" });
-    label.textContent = value;
-    svg.append(label);
+    svg.append(element("text", { x: left - 4, y: y(value) + 4, "text-anchor": "end" }, value));
   }
   for (let layer = 0; layer < depth; layer += Math.ceil(depth / 24)) {
-    const label = element("text", { x: x(layer), y: height - bottom + 18, "text-anchor": "middle" });
-    label.textContent = layer + 1;
-    svg.append(label);
+    svg.append(element("text", { x: x(layer), y: height - bottom + 18, "text-anchor": "middle" }, layer + 1));
   }
   if (even !== null) svg.append(element("line", { class: "even", x1: left, x2: width - right, y1: y(even), y2: y(even) }));
   const middle = (height - bottom + 10) / 2;
   svg.append(element("text", { x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle" }, "layer"),
     element("text", { x: 12, y: middle, "text-anchor": "middle", transform: `rotate(-90 12 ${middle})` }, axis));
   DATA.models.forEach((model, number) => {
-    const means = [];
-    const dots = [];
+    const means = [], dots = [];
     model.layers.forEach((layer, index) => {
       const values = valuesOf(layer);
       if (!values) return;
@@ -217,10 +215,7 @@ function plot(title, axis, caption, valuesOf, largest, marked, chosen, even = nu
         const dot = element("circle", {
           class: `dot ${model.family}`, cx: x(index) + shift, cy: y(value), r: 4,
           "data-model": number, "data-layer": index, "data-head": head, "data-value": value,
-        });
-        const text = element("title");
-        text.textContent = `${model.label}, layer ${index + 1}, head ${head + 1}: ${value.toFixed(3)}`;
-        dot.append(text);
+        }, element("title", {}, `${model.label}, layer ${index + 1}, head ${head + 1}: ${value.toFixed(3)}`));
         dot.addEventListener("pointerenter", () => marked(number, index, head));
         dot.addEventListener("pointerleave", () => marked());
         dot.addEventListener("click", () => chosen(index, head));
