@@ -138,14 +138,13 @@ class Scale:
             for seed in (self.seeds if seeds is None else seeds)
         )
 
-    def base(self, role: str, model: str | None = None) -> RunConfig:
-        """The base configuration of a role's model, or of another model in this role."""
-        model = model or self.models[role][0]
+    def base(self, role: str) -> RunConfig:
+        """The base configuration of a role's model."""
         found, *_ = (name for roles, name in self.recipes.items() if fnmatchcase(role, roles))
         changes: dict[str, Any] = {}
         for roles, settings in self.settings.items():
             changes |= settings if fnmatchcase(role, roles) else {}
-        return replace(_recipe(found, model), changes)
+        return replace(_recipe(found, self.models[role][0]), changes)
 
     def run(self, config: RunConfig, name: str, needs: tuple[Request, ...] = ()) -> Request:
         """A run of this scale, with its content-based folder."""

@@ -170,7 +170,7 @@ def curve_of(run: Run, column: str) -> np.ndarray:
 
 def draw_curves(
     axes: Axes, run: Run, columns: Mapping[str, str], best: Mapping[str, float] | None, y_label: str
-) -> bool:
+) -> None:
     """Columns of a run's `metrics.csv` over training, with the best evaluation marked.
 
     Args:
@@ -179,19 +179,15 @@ def draw_curves(
         columns: column → label; the last column is validation's.
         best: row of the best evaluation, or None.
         y_label: label of the y axis.
-
-    Returns:
-        False if all columns are empty.
     """
-    curves = {column: curve_of(run, column) for column in columns}
-    looks: tuple[dict[str, Any], ...] = ({"color": FAINT}, {"linewidth": 2.2})
+    own = {"color": family_colour(run.family), "linewidth": 2.2}
+    looks: tuple[dict[str, Any], ...] = ({"color": FAINT}, own)
     for (column, label), look in zip(columns.items(), looks, strict=True):
-        axes.plot(*curves[column].T, **{"color": family_colour(run.family), "label": label} | look)
+        axes.plot(*curve_of(run, column).T, label=label, **look)
         if best is not None and column == list(columns)[-1] and column in best:
             axes.plot(best["step"], best[column], "o", color=INK, label="best top-1")
             axes.axvline(best["step"], color=FAINT, linestyle=":", linewidth=1.2)
     label_axes(axes, "step", y_label)
-    return any(map(len, curves.values()))
 
 
 def draw_confusion(axes: Axes, matrix: npt.NDArray[np.int64], names: Sequence[str]) -> None:
