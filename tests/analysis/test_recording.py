@@ -14,8 +14,9 @@ from locality.analysis.recording import (
     recorded_trajectory,
 )
 from locality.analysis.runs import group, read_runs
-from locality.data import open_data
+from locality.data import open_data, train_loader
 from locality.errors import UserError
+from locality.report import build_report
 from locality.runs import Run
 from locality.settings import to_yaml
 from locality.training import load_run, recipe, replace, train
@@ -50,6 +51,22 @@ def test_record_keeps_pictures_and_leaves_the_rest_alone(run):
     pictures = load_pictures(run / "attention.npz")
     assert pictures.images.shape == (2, 8, 8, 3) and pictures.labels == ["0", "1"]
     assert len(pictures.layers) == 4
+
+
+def test_training_images_are_kept_as_the_first_step_saw_them(run, tmp_path):
+    record(run, images=20, pictures=3)
+    _, config = load_run(run)
+    splits = open_data(config.data, config.seed)
+    options = {"batch_size": config.engine.batch_size, "seed": config.seed, "stop_step": 1}
+    seen = next(iter(train_loader(splits.train, config.augment, config.input.at(8), **options)))
+    kept = load_pictures(run / "augmented.npz")
+    assert kept.labels == [splits.classes[label] for label in seen.targets[:3]]
+    pixels = torch.from_numpy(kept.images).permute(0, 3, 1, 2)
+    mean, std = (torch.tensor(x).view(-1, 1, 1) for x in (config.input.mean, config.input.std))
+    shown = (255 * (seen.images[:3] * std + mean)).clamp(0, 255)
+    torch.testing.assert_close(pixels.float(), shown, atol=0.51, rtol=0)
+    page = build_report([run], tmp_path / "report.html").read_text()
+    assert page.count('augmented"></div>') == 3
 
 
 def test_an_unfinished_run_is_refused(run, tmp_path):

@@ -16,15 +16,21 @@ from safetensors.torch import load_file
 
 from locality.analysis.baselines import record_baselines
 from locality.analysis.measures import Record, measure_model
-from locality.analysis.pictures import capture_pictures, sample, sample_at, save_pictures
-from locality.data import DataSplits
+from locality.analysis.pictures import (
+    Pictures,
+    capture_pictures,
+    sample,
+    sample_at,
+    save_pictures,
+)
+from locality.data import DataSplits, train_loader
 from locality.data.config import InputConfig
 from locality.errors import UserError, one_line
 from locality.files import read_shaped, write_atomic
 from locality.machine import arithmetic_threads, spare_threads
 from locality.models import ImageClassifier
 from locality.runs import Run
-from locality.training.config import read_config
+from locality.training.config import RunConfig, read_config
 from locality.training.devices import resolve_accelerator
 from locality.training.evaluation import PredictionCollector, evaluate_run
 from locality.training.model import initial_model, load_run, open_run_data
@@ -32,6 +38,7 @@ from locality.training.optim import make_plan
 
 PICTURES = "attention.npz"
 MISTAKES = "mistakes.npz"
+AUGMENTED = "augmented.npz"
 MAX_MISTAKES = 20
 TRAJECTORY = "over_training.json"
 
@@ -47,6 +54,7 @@ def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
     - `measures.json`, see `measure_model`; "before" is the model as initialised by its seed;
     - `attention.npz`, see `capture_pictures`;
     - `mistakes.npz`: the most confident mistakes with the last layer's attention;
+    - `augmented.npz`: the first training images as augmented, before mixing;
     - `over_training.json`, see `measure_trajectory`, if the run has snapshots;
     - predictions, if missing.
 
@@ -70,6 +78,8 @@ def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
     few = sample(splits.val, preprocessing, pictures, splits.classes)
     save_pictures(capture_pictures(model, few), run.path / PICTURES)
     _record_mistakes(run, model, splits, preprocessing)
+    if int(run.result["steps"]):
+        save_pictures(augmented(config, splits, pictures), run.path / AUGMENTED)
     if _snapshots(run):
         curves = json.dumps(measure_trajectory(folder, images), allow_nan=False)
         write_atomic(run.path / TRAJECTORY, curves + "\n")
@@ -80,6 +90,24 @@ def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
     }
     write_atomic(run.measures_file, json.dumps(measures, allow_nan=False) + "\n")
     return measures
+
+
+def augmented(config: RunConfig, splits: DataSplits, count: int) -> Pictures:
+    """The first training images of a run as its first step saw them, before mixing."""
+    preprocessing = config.input.at(config.model.img_size)
+    loader = train_loader(
+        *(splits.train, config.augment, preprocessing),
+        batch_size=min(count, len(splits.train)),
+        seed=config.seed,
+        stop_step=1,
+        on_bad_image=config.data.on_bad(training=True),
+        max_bad_images=config.data.max_bad_images,
+    )
+    batch = next(iter(loader))
+    mean, std = (torch.tensor(x).view(-1, 1, 1) for x in (preprocessing.mean, preprocessing.std))
+    pixels = (255 * (batch.images * std + mean)).round().clamp(0, 255).to(torch.uint8)
+    labels = [splits.classes[label] for label in batch.targets.tolist()]
+    return Pictures(pixels.permute(0, 2, 3, 1).numpy(), labels, [], [])
 
 
 def _record_mistakes(

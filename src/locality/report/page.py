@@ -14,7 +14,13 @@ from markupsafe import Markup, escape
 
 from locality.analysis.baselines import ADVICE
 from locality.analysis.pictures import LayerPicture, Pictures, load_pictures
-from locality.analysis.recording import MAX_MISTAKES, MISTAKES, PICTURES, recorded_trajectory
+from locality.analysis.recording import (
+    AUGMENTED,
+    MAX_MISTAKES,
+    MISTAKES,
+    PICTURES,
+    recorded_trajectory,
+)
 from locality.analysis.runs import (
     BaselinePair,
     RunGroup,
@@ -349,6 +355,7 @@ def single_run(run: Run) -> dict[str, Any]:
         },
         "eval_seconds": sum(row.get("eval_seconds", 0) for row in run.timing),
         "skipped": run.skipped(),
+        "augmented": _augmented(run),
         "predictions": None,
         "mistakes": [],
         "unread": 0,
@@ -357,6 +364,15 @@ def single_run(run: Run) -> dict[str, Any]:
         content |= _from_predictions(run, run.predictions())
     content["interval"] = proportion_interval(run.result["top1"] / 100, content["evaluated"])
     return content
+
+
+def _augmented(run: Run) -> list[tuple[str, str]]:
+    """Training images as augmented, and their classes; none if not recorded."""
+    path = run.path / AUGMENTED
+    if not path.exists():
+        return []
+    pictures = load_pictures(path)
+    return [*zip(map(data_url, pictures.images), pictures.labels, strict=True)]
 
 
 def _from_predictions(run: Run, predictions: Predictions) -> dict[str, Any]:
