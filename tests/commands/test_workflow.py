@@ -103,6 +103,26 @@ def test_a_runs_means_over_classes_are_scikit_learns(counts, class_folders, tmp_
         assert of_classes == pytest.approx(100 * shares), name
 
 
+def test_camera_files_are_predicted_as_they_were_evaluated(tmp_path):
+    """Turned and large files, which evaluation keeps shrunk: predict reads the originals."""
+    rng, tag = np.random.default_rng(0), Image.Exif()
+    tag[0x0112] = 6  # turned by 90°
+    for name in ("ant", "bee"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for index in range(8):
+            small = Image.fromarray(rng.integers(0, 256, (9, 12, 3), dtype=np.uint8))
+            file = tmp_path / "photos" / name / f"{index}.jpg"
+            small.resize((1200, 900), Image.Resampling.BICUBIC).save(file, quality=90, exif=tag)
+    short = {"weights": "scratch", "steps": 2, "quiet": True, "data__val_fraction": 0.5}
+    run = locality.fit(tmp_path / "photos", output=tmp_path / "run", **short)
+    assert run.config["input"]["decode"] == "shrunk"
+    evaluated = run.predictions()
+    predicted = run.predict([Path(path) for path in evaluated.paths], top=1)
+    names, shares = zip(*(each.classes.popitem() for each in predicted), strict=True)
+    assert list(names) == [evaluated.classes[number] for number in evaluated.predicted]
+    np.testing.assert_allclose(shares, evaluated.confidence, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["CSVLogger", "TensorBoardLogger"])
 def test_a_loggers_files_are_the_rows_of_metrics(kind, class_folders, tmp_path):
     if kind == "TensorBoardLogger":
