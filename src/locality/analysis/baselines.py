@@ -227,10 +227,7 @@ def _pixels(
     source: ImageSource, preprocessing: InputConfig, workers: int, most: int, least: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Images (n, 3, H, W) of 0 … 1, and their classes (n,); at most `most`."""
-    if len(source) > most:
-        # Sorted by class, so that even steps keep the class proportions.
-        steps = np.arange(most) * len(source) // most
-        source = source.subset(source.labels.argsort(kind="stable")[steps])
+    source = source.evenly(most) if len(source) > most else source
     loader = eval_loader(
         source, preprocessing, batch_size=_BATCH, on_bad_image="skip", least=least, workers=workers
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from msgspec import Meta
 
@@ -192,10 +192,7 @@ class DataConfig:
         if self.val_part is not None:
             lows, highs = zip(self.train_part, self.val_part, strict=True)
             if max(lows) < min(highs):
-                raise UserError(
-                    f"train_part {self.train_part} and val_part {self.val_part} overlap; give "
-                    f"parts that do not"
-                )
+                raise UserError(f"train_part {self.train_part} overlaps val_part {self.val_part}")
         if self.fold is not None:
             checks.integer("fold's k", self.fold[1], 2)
             checks.integer("fold's i", self.fold[0], 0, self.fold[1] - 1)
@@ -217,6 +214,11 @@ class DataConfig:
     def decoding(self) -> Decoding:
         """The decoding settings."""
         return Decoding(exif=self.exif, grey_bits=self.grey_bits)
+
+    def loading(self, training: bool) -> dict[str, Any]:
+        """The arguments of `train_loader` and `eval_loader` that are settings."""
+        skipping = {"on_bad_image": self.on_bad(training), "max_bad_images": self.max_bad_images}
+        return skipping | {"workers": self.workers}
 
     def on_bad(self, training: bool) -> Literal["error", "skip"]:
         """`on_bad_image` with "auto" resolved: skip while training, stop in evaluation."""

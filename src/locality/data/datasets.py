@@ -28,12 +28,7 @@ from tqdm import tqdm
 
 from locality.data.config import DATASETS, DataConfig, DatasetInfo
 from locality.data.decoding import MOST_CROPPED, cropped_share
-from locality.data.folder import (
-    check_root,
-    list_folder,
-    log_once,
-    open_folder,
-)
+from locality.data.folder import check_root, list_folder, log_once, open_folder
 from locality.data.sampling import Indices, class_fraction, class_slice, stratified_split
 from locality.data.sources import (
     ArraySource,
@@ -153,16 +148,13 @@ def _set_groups(config: DataConfig, sources: Sequence[ImageSource]) -> None:
     """Number the images' groups, the same in training and validation."""
     if config.group_column is None and config.group_by is None:
         return
-    numbers: dict[str, int] = {}
+    pattern, numbers = re.compile(config.group_by or ".*", re.DOTALL), dict[str, int]()
     groups, found, name = list[set[int]](), 0, ""
     for source in sources:
         if source.group_names is None and config.group_column is not None:
             raise UserError(f"dataset '{config.dataset}' has no columns; give data.group_by")
         names = (os.path.basename(source.describe(index)) for index in range(len(source)))
-        matches = [
-            re.search(config.group_by or ".*", name := each, re.DOTALL)
-            for each in source.group_names or names
-        ]
+        matches = [pattern.search(name := each) for each in source.group_names or names]
         found += len(matches) - matches.count(None)
         keys = [
             f"alone {index}" if match is None else f"in {(match.groups() or (match[0],))[0]}"
@@ -325,15 +317,12 @@ def check(
                 continue
             good[part].append(image)
             label = splits.classes[source.labels[index]]
-            if image.digest not in seen:
-                seen[image.digest] = path, label, part
-                continue
-            first, other, where = seen[image.digest]
+            first, other, where = seen.setdefault(image.digest, (path, label, part))
             if label != other:
                 report.conflicts.append((first, other, path, label))
             elif part != where:
                 report.duplicates.append((first, path))
-            else:
+            elif path != first:
                 report.copies.append((first, path))
     if "val" in good and splits.train.groups is None:
         report.near = near_copies(good["train"], good["val"])
@@ -397,9 +386,7 @@ def near_copies(train: Sequence[Examined], val: Sequence[Examined]) -> str:
     Nearly equal are images whose 8×8 mean greys differ by less than `_NEAR` of 255 on average: the
     same photograph, cropped or compressed anew, or the next picture of a series.
     """
-    ours, theirs = (
-        _greys([image for image in images if not image.fault]) for images in (train, val)
-    )
+    ours, theirs = _greys(train), _greys(val)
     theirs = theirs[:: 1 + len(ours) * len(theirs) // _MOST_PAIRS]
     if not len(ours) or not len(theirs):
         return ""
@@ -423,8 +410,7 @@ def mirror_classes(train: Sequence[Examined], labels: Indices, classes: Sequence
     known = np.array([not image.fault for image in train], dtype=bool)
     if not known.any() or len(train) > MAX_COMPARED:
         return ""
-    labels, count = labels[: len(train)][known], len(classes)
-    greys = _greys([image for image in train if not image.fault])
+    labels, greys, count = labels[known], _greys(train), len(classes)
     shares = []
     for images in (greys, greys.reshape(-1, 8, 8)[:, :, ::-1].reshape(-1, 64)):
         distances = cdist(images, greys, "cityblock")
@@ -443,7 +429,9 @@ def mirror_classes(train: Sequence[Examined], labels: Indices, classes: Sequence
 
 
 def _greys(images: Sequence[Examined]) -> npt.NDArray[np.float64]:
-    return np.array([image.grey for image in images], dtype=float).reshape(-1, 64)
+    """(n, 64) mean greys of the images that can be decoded."""
+    greys = [image.grey for image in images if not image.fault]
+    return np.array(greys, dtype=float).reshape(-1, 64)
 
 
 def _unused_bits(images: Iterable[Examined]) -> tuple[str, bool]:
@@ -508,12 +496,8 @@ def open_tiny_imagenet(config: DataConfig) -> Opened:
     rows = [line.split("\t") for line in read_text(table).splitlines()]
     if unknown := {row[1] if len(row) > 1 else "" for row in rows} - numbers.keys():
         raise UserError(f"'{table}' names classes without a folder in train: {some(unknown)}")
-    val = FileSource(
-        root / "val",
-        (f"images/{row[0]}" for row in rows),
-        [numbers[row[1]] for row in rows],
-        config.decoding,
-    )
+    files, labels = (f"images/{row[0]}" for row in rows), [numbers[row[1]] for row in rows]
+    val = FileSource(root / "val", files, labels, config.decoding)
     words = read_text(root / "words.txt") if (root / "words.txt").exists() else ""
     named = dict(line.split("\t")[:2] for line in words.splitlines() if "\t" in line)
     names = [named.get(name, name).split(",")[0] for name in numbers]
@@ -545,8 +529,7 @@ def open_fashion_mnist(config: DataConfig) -> Opened:
         )
         rgb = np.broadcast_to(images[..., None], (*images.shape, 3))
         sources.append(ArraySource(rgb, labels, f"fashion_mnist {part}"))
-    train, test = sources
-    return list(_reader("FashionMNIST").classes), train, test
+    return list(_reader("FashionMNIST").classes), sources[0], sources[1]
 
 
 def _find_idx_file(root: Path, name: str) -> Path:

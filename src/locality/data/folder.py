@@ -145,10 +145,12 @@ def check_levels(listing: Listing, label: str) -> None:
     )
 
 
-def check_alike(folders: Iterable[Path], names: Iterable[str]) -> None:
+def check_alike(listings: Collection[Listing]) -> None:
     """Log classes whose names look alike, and folders that are reached twice, through links."""
+    folders = [listing.root / name for listing in listings for name in ("", *listing.files)]
+    names = sorted({name for listing in listings for name in listing.files})
     for what, keys in (
-        ("classes look alike", {name: _as_seen(name) for name in sorted(names)}),
+        ("classes look alike", {name: _as_seen(name) for name in names}),
         ("folders are the same, through a link", {f"{x}": f"{x.resolve()}" for x in folders}),
     ):
         same: dict[str, list[str]] = {}
@@ -254,9 +256,7 @@ def find_splits(root: Path | str | None) -> dict[str, Path]:
     if "val" not in picked:
         if not list_entries(train)[0]:
             return {"all": root}  # a class may be called "train", too
-        raise UserError(
-            f"'{root}' has {train.name} but no val; give '{train}' to hold out a part of it"
-        )
+        raise UserError(f"'{root}' has {train.name} but no val; give '{train}' to hold out a part")
     for part, name in picked.items():
         if len(same := [other for other in parts if part_of(other) == part_of(name)]) > 1:
             raise UserError(f"'{root}' has {some(same)}; keep one folder for {part}")
@@ -270,13 +270,9 @@ def open_folder(config: DataConfig) -> tuple[list[str], FileSource, FileSource |
 
     Both splits must have the same classes.
     """
-    listings = {
-        part: list_folder(root, config.label) for part, root in find_splits(config.root).items()
-    }
-    check_alike(
-        [listing.root / name for listing in listings.values() for name in ("", *listing.files)],
-        {name for listing in listings.values() for name in listing.files},
-    )
+    folders = find_splits(config.root)
+    listings = {part: list_folder(root, config.label) for part, root in folders.items()}
+    check_alike(listings.values())
     for listing in listings.values():
         check_levels(listing, config.label)
         if not any(listing.files.values()):

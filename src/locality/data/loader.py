@@ -261,13 +261,10 @@ class EvalBatches(Batches):
         indices = self.own[number * self.batch_size : (number + 1) * self.batch_size]
         if (pixels := self.in_memory()) is not None:
             return self.make_batch(pixels[torch.from_numpy(indices)], indices)
-        images, used = [], []
-        for index in indices.tolist():
-            if (image := self.read(index, skipped)) is not None:
-                images.append(self.transform.drawn(image))
-                used.append(index)
-        indices = np.array(used, dtype=np.int64)
-        return self.make_batch(images, indices) if used else None
+        images = [self.read(index, skipped) for index in indices.tolist()]
+        read = np.array([image is not None for image in images], dtype=bool)
+        images = [image for image in images if image is not None]
+        return self.make_batch(images, indices[read]) if images else None
 
 
 # -- loaders ---------------------------------------------------------------------------------------

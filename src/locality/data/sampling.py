@@ -88,13 +88,11 @@ def permute(ranks: npt.ArrayLike, size: int, key: Hashes) -> Indices:
     """
     places = np.atleast_1d(np.asarray(ranks)).astype(np.uint64)
     rows = isqrt(max(size - 1, 0)) + 1
-    columns = -(-size // rows)
-    result = _feistel(places, np.uint64(rows), np.uint64(columns), key)
+    sides = np.uint64(rows), np.uint64(-(-size // rows))
+    result = _feistel(places, *sides, key)
     key = np.broadcast_to(key, result.shape)
     while (outside := np.flatnonzero(result >= np.uint64(size))).size:
-        result[outside] = _feistel(
-            result[outside], np.uint64(rows), np.uint64(columns), key[outside]
-        )
+        result[outside] = _feistel(result[outside], *sides, key[outside])
     return result.astype(np.int64)
 
 
@@ -186,6 +184,12 @@ def stratified_split(
 
     val = _chosen(labels, seed, Stream.SPLIT, held_out)
     return np.setdiff1d(np.arange(np.size(labels)), val), val
+
+
+def evenly(labels: Indices, most: int) -> Indices:
+    """Indices of at most `most` images, evenly within each class, sorted by class."""
+    most = min(most, len(labels))
+    return labels.argsort(kind="stable")[np.arange(most) * len(labels) // most]
 
 
 def class_slice(labels: npt.ArrayLike, part: tuple[float, float], seed: int) -> Indices:

@@ -32,6 +32,7 @@ from PIL import Image
 
 from locality.data.config import DEFAULT_DECODING, Decoding
 from locality.data.decoding import BadImage, decode, image_size, read_bytes, shrink
+from locality.data.sampling import evenly
 from locality.errors import UserError, some, wrap_errors
 from locality.files import gunzip, in_threads, open_file
 from locality.machine import memory
@@ -179,6 +180,10 @@ class ImageSource(ABC):
     def subset(self, indices: npt.ArrayLike) -> ImageSource:
         """The images at `indices`, in that order."""
         return Subset(self, np.asarray(indices, dtype=np.int64))
+
+    def evenly(self, most: int) -> ImageSource:
+        """At most `most` images, evenly within each class."""
+        return self.subset(evenly(self.labels, most))
 
 
 def first_equal(keys: npt.ArrayLike) -> npt.NDArray[np.int64]:

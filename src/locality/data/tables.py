@@ -70,9 +70,8 @@ def open_table(config: DataConfig) -> tuple[list[str], FileSource, FileSource | 
     path = Path(config.root or "").expanduser()
     root = path if path.is_dir() else path.parent
     tables = [path] if path != root else _tables(root)
-    if not tables or not tables[0].exists():
-        where = path if path != root else root / TABLE
-        raise UserError(f"no table of images '{where}'; give the table or its folder as root")
+    if not tables:
+        raise UserError(f"no table of images '{root / TABLE}'; give it or its folder as root")
     rows = [row for table in tables for row in _entries(root, table, config)]
     images, labels, groups, parts = zip(*rows, strict=True)
     classes = sorted(set(labels))
@@ -170,9 +169,8 @@ def _columns(
     names = [config.image_column or usual, config.label_column or "label"]
     names += [config.group_column] if config.group_column else []
     heading = not names[0].isdecimal()
-    named = (
-        [cell.casefold() for cell in first] if heading else [*map(str, range(1, len(first) + 1))]
-    )
+    numbers = [str(number) for number, _ in enumerate(first, 1)]
+    named = [cell.casefold() for cell in first] if heading else numbers
     for name in names:
         if named.count(name.casefold()) != 1:
             raise UserError(
@@ -199,9 +197,8 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
             return
         start = text.readline()
         mark = next((mark for mark in _SEPARATORS if mark in start.strip()), ",")
-        reader = csv.reader(
-            chain([start], text), delimiter=mark, skipinitialspace=True, strict=True
-        )
+        lines = chain([start], text)
+        reader = csv.reader(lines, delimiter=mark, skipinitialspace=True, strict=True)
         line = 1
         try:
             for row in reader:

@@ -108,10 +108,8 @@ def evaluate_opened(
         splits.val,
         preprocessing,
         batch_size=batch_size,
-        workers=data.workers,
-        on_bad_image=data.on_bad(training=False),
-        max_bad_images=data.max_bad_images,
         pin_memory=device.type == "cuda",
+        **data.loading(training=False),
     )
     macs = count_macs(opened.module(), preprocessing.size) if precision == "auto" else 0
     chosen = devices.choose_precision(precision, device.type, macs)

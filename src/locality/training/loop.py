@@ -82,7 +82,6 @@ class Loop:
         self.config, self.plan, self.splits = run.config, run.plan, run.splits
         self.state.decay = self.config.schedule.decay
         self.collectives = Collectives(fabric, self.signals)
-        data = self.config.data
         self._saved = self.state.step or -1  # step of the last checkpoint; step 0 has none
         self._begun = self._saved_at = time.perf_counter()
         self._first_step, self._evaluation = self.state.step, 0.0  # seconds of the last one
@@ -92,8 +91,6 @@ class Loop:
         self._loading: dict[str, Any] = {
             "rank": fabric.global_rank,
             "world_size": fabric.world_size,
-            "workers": data.workers,
-            "max_bad_images": data.max_bad_images,
             "pin_memory": fabric.device.type == "cuda",
         }
         # Without gradients twice the training batch fits; for tiny batches larger is faster.
@@ -103,7 +100,7 @@ class Loop:
             self.splits.val,
             self._input,
             batch_size=batch,
-            on_bad_image=data.on_bad(training=False),
+            **self.config.data.loading(training=False),
             **self._loading,
         )
 
@@ -299,10 +296,7 @@ class Loop:
                 on_batch=collector,
             )
         if not math.isfinite(found["loss"]):
-            raise self._diverged(
-                f"the loss on {found['n']} validation images is {found['loss']} after step "
-                f"{state.step}"
-            )
+            raise self._diverged(f"the validation loss is {found['loss']} after step {state.step}")
         self.collectives.all_reduce(collector.table)
         row = {
             "step": state.step,
@@ -383,7 +377,7 @@ class Loop:
             start_step=self.state.step,
             stop_step=self.plan.steps,
             accumulate=config.engine.accumulate,
-            on_bad_image=config.data.on_bad(training=True),
+            **config.data.loading(training=True),
             **self._loading,
         )
         loader.skipped.update(self.state.skipped)

@@ -24,6 +24,7 @@ from threadpoolctl import threadpool_limits
 from torch import nn
 
 from locality.data import DataSplits, ImageSource, eval_loader
+from locality.data.sampling import evenly
 from locality.errors import UserError
 from locality.machine import arithmetic_threads
 from locality.models import ImageClassifier
@@ -93,10 +94,6 @@ class Probe:
         )
 
 
-def _some(source: ImageSource, most: int) -> ImageSource:
-    return source.subset(_evenly(source.labels, most))
-
-
 def check_probe(model: ImageClassifier) -> None:
     """Check that a model's classifier is linear.
 
@@ -109,13 +106,6 @@ def check_probe(model: ImageClassifier) -> None:
             f"the classifier of {model.variant} is not one linear layer, so none can be fitted to "
             f"its features; give --optim.probe false"
         )
-
-
-def _evenly(labels: Labels, most: int) -> Labels:
-    """Indices of at most `most` images, evenly within each class."""
-    most = min(most, len(labels))
-    # Sorted by class, so that even steps keep the class proportions.
-    return labels.argsort(kind="stable")[np.arange(most) * len(labels) // most]
 
 
 def probe_run(
@@ -153,7 +143,7 @@ def probe_run(
             model, _ = initialize_model(config, splits.classes)
             for images in (1, _TIMED_IMAGES):  # the first is slow
                 started = time.perf_counter()
-                extract(model, _some(splits.train, images), config, device)
+                extract(model, splits.train.evenly(images), config, device)
             each = (time.perf_counter() - started) / _TIMED_IMAGES / math.prod(to_2tuple(own))
             seconds = {size: most * each * math.prod(to_2tuple(size)) for size in sizes}
             *smaller, largest = [size for size in sizes if seconds[size] <= limit] or sizes[:1]
@@ -165,7 +155,7 @@ def probe_run(
         for size in sizes:
             sized = replace(config, {"model.img_size": size})
             model, _ = initialize_model(sized, splits.classes)
-            rows, labels = extract(model, _some(splits.train, most), sized, device)
+            rows, labels = extract(model, splits.train.evenly(most), sized, device)
             balanced = config.objective.class_weights
             found.append((size, fit_probe(rows, labels, len(splits.classes), balanced)))
             if log is not None:
@@ -179,15 +169,8 @@ def extract(
     model: ImageClassifier, source: ImageSource, config: RunConfig, device: torch.device | str
 ) -> tuple[Floats, Labels]:
     """Pass images once through a network in evaluation mode: features (n, width), labels (n,)."""
-    model, data = model.eval().to(device), config.data
-    loader = eval_loader(
-        source,
-        config.input.at(model.img_size),
-        batch_size=_BATCH,
-        on_bad_image=data.on_bad(training=True),
-        max_bad_images=data.max_bad_images,
-        workers=data.workers,
-    )
+    model, loading = model.eval().to(device), config.data.loading(training=True)
+    loader = eval_loader(source, config.input.at(model.img_size), batch_size=_BATCH, **loading)
     rows, labels = [], []
     for batch in loader:
         rows.append(model.features(batch.images.to(device)).double().cpu().numpy())
@@ -232,7 +215,7 @@ def fit_probe(rows: Floats, labels: Labels, num_classes: int, balanced: bool = F
 
 def _folds(labels: Labels) -> list[tuple[Any, Any]]:
     """(training, test) indices of a cross-validation, of at most `_COMPARED_IMAGES` images."""
-    chosen = _evenly(labels, _COMPARED_IMAGES)
+    chosen = evenly(labels, _COMPARED_IMAGES)
     count = min(_FOLDS, int(np.bincount(labels[chosen]).max()))
     folds = StratifiedKFold(count, shuffle=True, random_state=0)
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # of small classes

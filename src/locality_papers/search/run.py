@@ -120,14 +120,7 @@ class Search:
 
     def _loader(self, source: ImageSource, training: bool) -> BatchLoader:
         data, prepared = self.config.run.data, self.config.run.input.at(self.space.base.img_size)
-        return eval_loader(
-            source,
-            prepared,
-            batch_size=64,
-            on_bad_image=data.on_bad(training),
-            max_bad_images=data.max_bad_images,
-            workers=data.workers,
-        )
+        return eval_loader(source, prepared, batch_size=64, **data.loading(training))
 
     def scores(self, candidates: Sequence[Candidate], by: str = "") -> Scores:
         """Top-1 and negative loss of candidates on held-out images, each evaluated once."""
