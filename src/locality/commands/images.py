@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,7 +37,6 @@ from locality.runs import Run
 from locality.settings import replace
 from locality.templates import write_page
 from locality.training.config import RunConfig
-from locality.training.folder_checks import same_path
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -182,8 +182,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     parser.add_overwrite()
     parser.add_settings(DataConfig(), "data.", short={"dataset": "--data"})
     options = parser.read(arguments)
-    of_training = "data.fraction data.subset"
-    parser.refuse(of_training, "only applies to training images")
+    parser.refuse("data.fraction data.subset", "only applies to training images")
     model = GivenModel(options.model, options)
     check_parent(options.predictions)
     check_output(options.predictions, options.overwrite)
@@ -202,14 +201,14 @@ def evaluate(arguments: Sequence[str]) -> None:
         decoding = {name: getattr(config.data, name) for name in ("exif", "grey_bits")}
         config = dataclasses.replace(config, data=DataConfig(**decoding))
     own = config.data.root
-    other = root is not None and not (own and same_path(own, root))
+    other = root is not None and (not own or os.path.abspath(own) != os.path.abspath(root))
     if root is not None and other and own:
         splits = _moved(model.what, config, root)
         other = splits is None
     if other:  # the run's splits do not apply to other images
         config = replace(config, _WHOLE)
     chosen = replace(config, overrides).data
-    if model.kind == "run" and root is None and chosen.dataset == config.data.dataset:
+    if model.kind == "run":
         Run(model.what).check_images(chosen)
     check_root(chosen)
 
@@ -219,9 +218,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     if overrides.keys() - {"data.root", "data.dataset"}:
         splits = None  # overridden
     whole = other and not overrides.keys() & {"data.val_part", "data.val_fraction", "data.fold"}
-    splits = training.open_for(
-        opened, chosen, config.seed, whole, recorded=not other, splits=splits
-    )
+    splits = training.open_for(opened, chosen, config.seed, whole, not other, splits)
     if options.calibrate and (model.kind != "run" or other or overrides or options.tta):
         raise UserError("--calibrate is for a run on its own validation images; omit the others")
     seen: list[tuple[int, int, Tensor]] = []
@@ -233,9 +230,8 @@ def evaluate(arguments: Sequence[str]) -> None:
         if options.calibrate:
             kept.append((logits.cpu(), batch.targets))
         if options.predictions:
-            seen.extend(
-                zip(batch.indices, batch.targets, opened.probabilities(logits).cpu(), strict=True)
-            )
+            probabilities = opened.probabilities(logits).cpu()
+            seen.extend(zip(batch.indices, batch.targets, probabilities, strict=True))
 
     result = training.evaluate_opened(
         opened,

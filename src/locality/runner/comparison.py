@@ -14,8 +14,8 @@ from locality.data.datasets import verify
 from locality.data.sources import ImageFingerprint
 from locality.errors import UserError
 from locality.runner.runs import Request, content_folder
+from locality.runs import Run
 from locality.settings import replace
-from locality.training import RunConfig
 from locality.training.autofit import (
     batch_size,
     crop_settings,
@@ -24,6 +24,7 @@ from locality.training.autofit import (
     sampled_sizes,
     sized,
 )
+from locality.training.folder_checks import check_images
 from locality.training.model import settings_from_weights
 from locality.training.recipes import SMALL_SIDE, recipe
 
@@ -140,13 +141,7 @@ def expected_seconds(runs: Sequence[Request], jobs: int, starting: float, readin
 
 def _check_images(runs: Sequence[Request]) -> None:
     """Check that the images are those of a run that has finished."""
-    for run in runs:
-        if run.is_finished():
-            config: RunConfig = run.config
-            images = ImageFingerprint.of(open_data(config.data, config.seed)).fingerprint
-            if (run.result() or {}).get("images") not in (None, images):
-                raise UserError(
-                    f"images, labels or classes in '{config.data.root}' have changed since "
-                    f"{run.folder} finished; restore them, or use another --output"
-                )
-            return
+    if finished := next((run for run in runs if run.is_finished()), None):
+        data, recorded = finished.config.data, (finished.result() or {}).get("images")
+        images = ImageFingerprint.of(open_data(data, finished.config.seed))
+        check_images(Run(finished.folder), data, images, recorded)

@@ -269,32 +269,31 @@ class LocalExecutor:
 
         Closing the iterator stops the remaining runs, which save and can be resumed.
         """
-        waiting = list(runs)
-        running: list[tuple[Request, _Worker]] = []
+        waiting, running = list(runs), dict[_Worker, Request]()
         try:
             while waiting or running:
                 while waiting and self._idle:
-                    run = waiting.pop(0)
-                    running.append((run, self._idle.pop().start(run)))
-                ended = [pair for pair in running if pair[1].done()]
-                for run, worker in ended:
-                    running.remove((run, worker))
-                    error = worker.error()
+                    worker = self._idle.pop()
+                    running[worker] = waiting.pop(0)
+                    worker.start(running[worker])
+                ended = [worker for worker in running if worker.done()]
+                for worker in ended:
+                    outcome = Outcome(running.pop(worker), worker.error())
                     # The next run starts before this one is measured, which may take minutes.
                     if waiting:
-                        next_run = waiting.pop(0)
-                        running.append((next_run, worker.start(next_run)))
+                        running[worker] = waiting.pop(0)
+                        worker.start(running[worker])
                     else:
                         self._idle.append(worker)
-                    yield Outcome(run, error)
+                    yield outcome
                 if not ended:
                     time.sleep(_POLL_SECONDS)
         finally:
-            for _, worker in running:
+            for worker in running:
                 worker.stop()
-            for _, worker in running:
+            for worker in running:
                 worker.error()  # waits until the run has saved
-            for worker in (*self._idle, *(worker for _, worker in running)):
+            for worker in (*self._idle, *running):
                 worker.close()
 
 
@@ -311,7 +310,7 @@ class _Worker:
         self._process: Any = None
         self._connection: Any = None
 
-    def start(self, run: Request) -> _Worker:
+    def start(self, run: Request) -> None:
         if self._process is None or not self._process.is_alive():
             # A forked child would inherit locks of other threads.
             context = multiprocessing.get_context("spawn")
@@ -321,7 +320,6 @@ class _Worker:
             self._process.start()
             child.close()
         self._connection.send(run)
-        return self
 
     def done(self) -> bool:
         """Whether the run or the process has ended."""
@@ -423,8 +421,7 @@ def run_all(
 def _failed(run: Request, outcomes: Mapping[Path, Outcome]) -> str | None:
     """Why a run cannot start because of a failed dependency, or None."""
     for needed in run.needs:
-        error = outcomes[needed.folder].error
-        if error is not None:
+        if (error := outcomes[needed.folder].error) is not None:
             return f"it needs {needed.name}, which failed: {error}"
     return None
 
@@ -432,8 +429,6 @@ def _failed(run: Request, outcomes: Mapping[Path, Outcome]) -> str | None:
 def _outcome_line(outcome: Outcome) -> str:
     if outcome.error is not None:
         return f"{outcome.run.name} failed: {outcome.error}"
-    result = outcome.run.result() or {}
-    top1, seconds = result.get("top1"), result.get("seconds")
-    parts = [f"{top1:.1f}% top-1"] if isinstance(top1, float) else []
-    parts += [f"in {format_duration(seconds)}"] if isinstance(seconds, (int, float)) else []
-    return f"{outcome.run.name}: {' '.join(parts) or 'finished'}"
+    result = Run(outcome.run.folder).result
+    took = format_duration(result["seconds"])
+    return f"{outcome.run.name}: {result['top1']:.1f}% top-1 in {took}"

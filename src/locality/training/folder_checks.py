@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import tempfile
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from locality.checkpoints.registry import detect_kind
 from locality.data.config import DataConfig
 from locality.data.sources import ImageFingerprint
-from locality.errors import UserError, prefix_errors, some, wrap_errors
+from locality.errors import UserError, some, wrap_errors
 from locality.runs import Run, check_outside_runs, is_run_folder
 from locality.settings import differences
 from locality.training.config import RunConfig, identity, read_config
@@ -28,7 +26,7 @@ def check_places(config: RunConfig, folder: Path) -> None:
         FileNotFoundError, UserError: if one of them cannot be used.
     """
     if config.weights is not None and not is_run_folder(folder):
-        with wrap_errors("weights", FileNotFoundError), prefix_errors("weights"):
+        with wrap_errors("weights", FileNotFoundError, UserError):
             detect_kind(config.weights, config.entry)
     if is_run_folder(folder):
         Run(folder).check_images(config.data)
@@ -61,11 +59,15 @@ def existing_folder(folder: Path) -> Path:
 
 def check_same(folder: Path, before: RunConfig, now: RunConfig) -> None:
     """Check that the settings with which a run started have not changed."""
-    changed = list(differences(identity(before, "resume"), identity(now, "resume")))
+    shown = partial(json.dumps, ensure_ascii=False)
+    changed = "; ".join(
+        f"{name}: {shown(old)} there, {shown(new)} now"
+        for name, old, new in differences(identity(before, "resume"), identity(now, "resume"))
+    )
     if changed:
         raise UserError(
-            f"run folder {folder} was started with other settings ({describe_changes(changed)}); "
-            f"restore them to resume it, or choose another folder"
+            f"run folder {folder} was started with other settings ({changed}); restore them to "
+            f"resume it, or choose another folder"
         )
 
 
@@ -147,12 +149,3 @@ def check_images(
             f"data.on_changed_images resume"
         )
     return [changed]
-
-
-def describe_changes(changed: list[tuple[str, Any, Any]]) -> str:
-    shown = partial(json.dumps, ensure_ascii=False)
-    return "; ".join(f"{name}: {shown(old)} there, {shown(new)} now" for name, old, new in changed)
-
-
-def same_path(old: Any, new: Any) -> bool:
-    return os.path.abspath(str(old)) == os.path.abspath(str(new))
