@@ -115,11 +115,10 @@ def shaped(where: str, value: object, wanted: Any) -> None:
 
 def _as_type(wanted: Any) -> Any:
     if isinstance(wanted, dict):
+        kinds = {name: _as_type(part) for name, part in wanted.items()}
         entries = {
-            name.removesuffix("?"): NotRequired[_as_type(part) | None]
-            if name.endswith("?")
-            else _as_type(part)
-            for name, part in wanted.items()
+            name.removesuffix("?"): NotRequired[kind | None] if name.endswith("?") else kind
+            for name, kind in kinds.items()
         }
         return TypedDict("Entries", entries)  # type: ignore[operator]
     if isinstance(wanted, list):

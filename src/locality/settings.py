@@ -50,9 +50,8 @@ class Setting(NamedTuple):
 def settings_of(config: Any, prefix: str = "") -> dict[str, Setting]:
     """The settings of a configuration, or of a class of them, and its groups, by dotted name."""
     found: dict[str, Setting] = {}
-    for name, setting in _own_settings(
-        config if isinstance(config, type) else type(config)
-    ).items():
+    own = _own_settings(config if isinstance(config, type) else type(config))
+    for name, setting in own.items():
         value = getattr(config, name, None)
         groups = [value] if dataclasses.is_dataclass(value) else _groups(setting.hint)
         if not groups:
@@ -156,7 +155,9 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
             given[str(name)] = value
         else:
             first, *_ = [*flatten({dotted: value}), dotted]
-            raise unknown_setting(first, settings_of(cls, f"{path}." if path else ""))
+            known = settings_of(cls, f"{path}." if path else "")
+            texts = {name: setting.text for name, setting in known.items()}
+            raise unknown("setting", first, texts, texts=texts)
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         required = field.default is field.default_factory is dataclasses.MISSING
         if required and field.name not in given:
@@ -209,12 +210,6 @@ def parse(text: str, hint: Any, name: str) -> Any:
 
 def _accepts_list(hint: Any) -> bool:
     return typing.get_origin(hint) is tuple or any(map(_accepts_list, typing.get_args(hint)))
-
-
-def unknown_setting(name: str, known: Mapping[str, Setting], kind: str = "setting") -> UserError:
-    """The error for an unknown setting, suggesting the nearest."""
-    texts = {name: setting.text for name, setting in known.items()}
-    return unknown(kind, name, texts, texts=texts)
 
 
 def to_yaml(config: Any) -> str:

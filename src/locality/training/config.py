@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -139,6 +138,11 @@ class ScheduleConfig:
         if self.minutes is None:
             if self.decay is not None:
                 raise UserError("schedule.decay belongs to schedule.minutes; make it null")
+            if self.warmup > self.length:
+                raise UserError(
+                    f"schedule.warmup ({self.warmup:g}) is longer than the run ({self.length:g} "
+                    f"{self.unit})"
+                )
         elif self.patience is not None:
             raise UserError(
                 "with schedule.minutes the last weights are kept; make schedule.patience null"
@@ -147,11 +151,6 @@ class ScheduleConfig:
             raise UserError(
                 f"schedule.decay is {self.decay}; give the first step of the decay and the number "
                 f"of all steps, which is larger"
-            )
-        if self.minutes is None and self.warmup > self.length:
-            raise UserError(
-                f"schedule.warmup ({self.warmup:g}) is longer than the run ({self.length:g} "
-                f"{self.unit})"
             )
 
     @property
@@ -318,6 +317,7 @@ class RunConfig:
 
 Purpose = Literal["resume", "result", "pair", "group"]
 
+_ROLES = {name: setting.role for name, setting in settings.settings_of(RunConfig).items()}
 _LEFT_OUT: dict[Purpose, tuple[settings.Role, ...]] = {
     "resume": ("execution",),
     "result": ("execution", "label"),
@@ -337,14 +337,8 @@ def identity(config: RunConfig | Mapping[str, Any], purpose: Purpose) -> dict[st
             "pair", do they differ in the model alone? "group", do they repeat each other?
     """
     nested = config if isinstance(config, Mapping) else settings.to_dict(config)
-    left_out, folders = _named(*_LEFT_OUT[purpose]), _named("run")
     return {
-        name: Path(str(value)).name if value is not None and name in folders else value
+        name: Path(str(value)).name if value is not None and _ROLES.get(name) == "run" else value
         for name, value in settings.flatten(nested).items()
-        if name not in left_out
+        if _ROLES.get(name) not in _LEFT_OUT[purpose]
     }
-
-
-@cache
-def _named(*roles: settings.Role) -> frozenset[str]:
-    return settings.with_role(RunConfig, *roles)

@@ -18,13 +18,7 @@ from lightning_fabric import Fabric
 
 from locality.checkpoints.run_state import CheckpointFolder, DamagedCheckpoint, read_checkpoint
 from locality.data.loader import translate_killed_worker
-from locality.errors import (
-    Interrupted,
-    NonFiniteLoss,
-    ProcessKilled,
-    UserError,
-    prefix_errors,
-)
+from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError, prefix_errors
 from locality.files import write_atomic
 from locality.machine import arithmetic_threads
 from locality.progress import doing
@@ -251,9 +245,7 @@ def _begin(job: Job, step: int, device: str) -> None:
             folder.lock.acquire()
             check_folder(folder.path, job.config)
             if is_run_folder(folder.path):
-                raise UserError(
-                    f"another process has just started {folder.path}; repeat the command"
-                )
+                raise UserError(f"another process just started {folder.path}; repeat the command")
         CheckpointFolder(folder.checkpoints).tidy()
         write_atomic(folder.config_file, to_yaml(job.config))
     write_atomic(folder.images_file, job.images.table)

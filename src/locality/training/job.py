@@ -26,12 +26,7 @@ from locality.training.config import RunConfig
 from locality.training.folder_checks import check_places
 from locality.training.model import initialize_model, meta_model, saved_activations
 from locality.training.objective import check_teacher
-from locality.training.optim import (
-    UNDECIDED,
-    check_optimizer,
-    make_plan,
-    parameter_groups,
-)
+from locality.training.optim import UNDECIDED, check_optimizer, make_plan, parameter_groups
 from locality.training.probe import Probe, check_probe, probe_run
 
 
@@ -124,7 +119,6 @@ class Job:
         self.trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self.buffers = sum(b.numel() * b.element_size() for b in model.buffers())
         self.img_size = model.img_size
-        self._resumes = bool(self.folder.recorded_classes())
         return self
 
     def _check_classes(self) -> None:
@@ -169,7 +163,7 @@ class Job:
             )
             with wrap_errors(sentence, ValueError):
                 _ = self.activation_bytes
-        if self._resumes:
+        if self.folder.recorded_classes():  # it resumes
             return
         if self.config.weights is not None:
             _ = self.starting_model

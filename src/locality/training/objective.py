@@ -16,7 +16,7 @@ from locality.checkpoints import open_model
 from locality.checkpoints.registry import detect_kind
 from locality.data.config import AugmentConfig, InputConfig, Preprocessing, check_rgb
 from locality.data.sources import class_difference, joinable, numbered
-from locality.errors import UserError, counted, prefix_errors, wrap_errors
+from locality.errors import UserError, counted, wrap_errors
 from locality.training.config import ObjectiveConfig
 from locality.training.devices import accumulation_dtype
 
@@ -178,10 +178,7 @@ def _channels(values: tuple[float, ...]) -> Tensor:
 def check_teacher(teacher: str | None) -> None:
     """Check that the teacher exists, without loading it."""
     if teacher is not None:
-        with (
-            wrap_errors("objective.teacher", FileNotFoundError),
-            prefix_errors("objective.teacher"),
-        ):
+        with wrap_errors("objective.teacher", FileNotFoundError, UserError):
             detect_kind(teacher)
 
 

@@ -155,10 +155,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
     layers: dict[str, int] = model.layer_ids() if config.layer_decay < 1 else {}  # type: ignore[operator]
     top = max(layers.values(), default=0)
     muon = config.name in _MUON
-    groups: dict[tuple[float, bool, bool], list[nn.Parameter]] = {
-        (1.0, True, muon): [],
-        (1.0, False, False): [],
-    }
+    groups: dict[Any, list[nn.Parameter]] = {(1.0, True, muon): [], (1.0, False, False): []}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -197,9 +194,7 @@ def check_optimizer(config: OptimConfig) -> None:
         )
     for setting, available in (("betas", info.has_betas), ("eps", info.has_eps)):
         if getattr(config, setting) is not None and not available:
-            raise UserError(
-                f"optimiser '{config.name}' has no {setting}; leave optim.{setting} null"
-            )
+            raise UserError(f"optimiser '{config.name}' has no {setting}; leave it null")
 
 
 def create_optimizer(
@@ -210,24 +205,19 @@ def create_optimizer(
     "muon" and "adamuon" are `Muon`, a faster version of timm's.
 
     Raises:
-        UserError: as `check_optimizer`, or if every parameter is frozen.
+        UserError: if every parameter is frozen.
     """
-    check_optimizer(config)
     groups = parameter_groups(model, config)
     if not groups:
         raise UserError("the model has no trainable parameter")
     device = groups[0]["params"][0].device
-    given = {"betas": config.betas, "eps": config.eps}
+    given = {name: getattr(config, name) for name in ("betas", "eps", "weight_decay", "momentum")}
     extra: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    extra["lr"] = config.peak_lr(batch_size)
     kind = Muon if config.name in _MUON else get_optimizer_class(config.name, bind_defaults=False)
     # For small models on a CPU an unfused optimiser takes as long as the backward pass.
     if device.type in ("cpu", "cuda") and "fused" in inspect.signature(kind).parameters:
         extra["fused"] = True
-    extra |= {
-        "lr": config.peak_lr(batch_size),
-        "weight_decay": config.weight_decay,
-        "momentum": config.momentum,
-    }
     if kind is Muon:
         return Muon(groups, algo=config.name, **extra)
     return create_optimizer_v2(groups, opt=config.name, **extra)
@@ -332,9 +322,8 @@ class Muon(reference.Muon):
         """Update matrices of one shape or its transpose."""
         lr, eps, adaptive = group["lr"], group["eps"], group["algo"] == "adamuon"
         momenta, *squares = self._moments(parameters, "momentum_buffer", *["exp_avg_sq"] * adaptive)
-        torch._foreach_lerp_(
-            momenta, [cast(Tensor, p.grad) for p in parameters], 1 - group["momentum"]
-        )
+        gradients = [cast(Tensor, p.grad) for p in parameters]
+        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
         updates = _orthogonalised(momenta, group)
         if adaptive:

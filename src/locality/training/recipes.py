@@ -49,13 +49,10 @@ def _as(base: RunConfig, recipe: str, **groups: Any) -> RunConfig:
 
     Numbers stay as written; `recipe` converts them to the settings' types.
     """
-    changed = {
-        group: dataclasses.replace(getattr(base, group), **settings)
-        if isinstance(settings, Mapping)
-        else settings
-        for group, settings in groups.items()
-    }
-    return dataclasses.replace(base, recipe=recipe, **changed)
+    for group, changed in groups.items():
+        if isinstance(changed, Mapping):
+            groups[group] = dataclasses.replace(getattr(base, group), **changed)
+    return dataclasses.replace(base, recipe=recipe, **groups)
 
 
 def digits(model: str = "convit_nano") -> RunConfig:
@@ -92,13 +89,11 @@ def fashion_mnist(model: str = "convit_nano") -> RunConfig:
     Expect: not in the papers; docs/findings.md has our results.
     Chosen on 500 photographs from the eight best settings on digits (docs/recipes.md).
     """
-    patches = (
-        4 if model.startswith(PREFIX) or hasattr(variant(model).config, "patch_size") else None
-    )
+    patched = model.startswith(PREFIX) or hasattr(variant(model).config, "patch_size")
     return _as(
         digits(model),
         "fashion_mnist",
-        model=named(model, img_size=28, patch_size=patches),
+        model=named(model, img_size=28, patch_size=4 if patched else None),
         data={"dataset": "fashion_mnist"},
         augment={"affine": 0.0, "mixup": 0.4, "cutmix": 0.5},
         optim={"lr": 7.1e-3, "weight_decay": 0.016},
@@ -420,16 +415,8 @@ def _rescaled_schedule(recipe: ScheduleConfig, changes: Mapping[str, Any]) -> di
 
 
 # The schedule of a run of minutes.
-_MINUTES = {
-    "steps": None,
-    "epochs": None,
-    "constant_images": False,
-    "patience": None,
-    "warmup": 30,
-    "eval_every": 50,
-    "save_every": None,
-    "snapshot_every": None,
-}
+_MINUTES: dict[str, Any] = {"constant_images": False, "warmup": 30, "eval_every": 50}
+_MINUTES |= dict.fromkeys(("steps", "epochs", "patience", "save_every", "snapshot_every"))
 
 
 def describe(name: str) -> str:

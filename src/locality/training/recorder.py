@@ -270,6 +270,7 @@ class Recorder:
         folder = self._folder
         run, config, seconds = self._job, self._job.config, self.seconds
         steps = self._state.step
+        speed = round(steps * run.plan.batch_size / seconds, 1) if seconds else None
         result = {
             "model": config.model.name,
             "recipe": config.recipe,
@@ -286,9 +287,7 @@ class Recorder:
             "val_images": len(run.splits.val),
             "images": self._images,
             "seconds": round(seconds, 3),
-            "images_per_second": round(steps * run.plan.batch_size / seconds, 1)
-            if seconds
-            else None,
+            "images_per_second": speed,
         }
         folder.write_json(folder.result_file, result)
         best = f" at step {row['step']}" if row["step"] < steps else ""
