@@ -154,9 +154,7 @@ def parse_yaml(text: str, where: str) -> Any:
                 raise UserError(f"{where} has the tag {tag}; give plain values, without tags")
             # libyaml would overflow the stack; aliases of aliases grow exponentially.
             if depth > _DEEPEST or aliases > _MOST_ALIASES:
-                raise UserError(
-                    f"{where} has more than {_DEEPEST} levels or {_MOST_ALIASES} aliases"
-                )
+                raise UserError(f"{where} has over {_DEEPEST} levels or {_MOST_ALIASES} aliases")
         with prefix_errors(where):
             value = yaml.load(text, _Loader)
         json.dumps(value, default=str)  # refuses values that contain themselves

@@ -131,9 +131,8 @@ class Predictions:
     def answered(self, threshold: float) -> tuple[float, float | None]:
         """Percent of the images whose confidence is at least `threshold`, and of those right."""
         sure = self.confidence >= threshold
-        return 100 * float(sure.mean()), 100 * float(
-            self.right[sure].mean()
-        ) if sure.any() else None
+        right = 100 * float(self.right[sure].mean()) if sure.any() else None
+        return 100 * float(sure.mean()), right
 
     @property
     def never(self) -> list[str]:

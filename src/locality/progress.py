@@ -44,15 +44,13 @@ def doing(what: str, quiet: bool = False, at_once: bool = True) -> Iterator[None
         return
     started = time.monotonic()
 
-    def tell() -> None:
+    def tell(took: str = "") -> None:
         with contextlib.suppress(OSError):  # the terminal was closed
-            seconds = time.monotonic() - started
-            print(f"locality: {what} … {seconds:.0f} s", file=sys.stderr, flush=True)
+            print(f"locality: {what} …{took}", file=sys.stderr, flush=True)
 
     if at_once:
-        with contextlib.suppress(OSError):
-            print(f"locality: {what} …", file=sys.stderr, flush=True)
-    with repeating(tell):
+        tell()
+    with repeating(lambda: tell(f" {time.monotonic() - started:.0f} s")):
         yield
 
 

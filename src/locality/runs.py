@@ -60,13 +60,8 @@ if TYPE_CHECKING:
 STALE_LOCK_SECONDS = 20.0
 # The fields of result.json that are read elsewhere.
 _RESULT = dict.fromkeys(("top1", "parameters", "train_images", "val_images", "steps"), float)
-_ALSO = {"model?": str, "dataset?": str} | dict.fromkeys(
-    (
-        *("top5?", "best_step?", "macs?", "seconds?", "images_per_second?"),
-        *("balanced_accuracy?", "macro_f1?"),
-    ),
-    float,
-)
+_OPTIONAL = "top5? best_step? macs? seconds? images_per_second? balanced_accuracy? macro_f1?"
+_ALSO = {"model?": str, "dataset?": str} | dict.fromkeys(_OPTIONAL.split(), float)
 _CONFIG = {
     "model": {"name": str},
     "data": {"dataset": str, "fraction": float, "root?": str, "fold?": [int]},

@@ -15,14 +15,7 @@ from locality.models.variants import named
 from locality.training.cost import forward_macs
 from locality_papers import diagrams, published
 from locality_papers.experiment import A_POINT, STANDARD, Column, Experiment, experiment
-from locality_papers.measures import (
-    TOP1,
-    ask_fewer,
-    count,
-    count_role,
-    parameters,
-    percent_saved,
-)
+from locality_papers.measures import TOP1, ask_fewer, count, count_role, parameters, percent_saved
 from locality_papers.runs import PAPERS_MODELS, Scale, variation
 
 

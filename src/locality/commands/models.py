@@ -49,15 +49,16 @@ def _models(options: Any) -> list[dict[str, object]]:
         with torch.device("meta"):
             model = models.build(name)
         size = [f"{side}" for side in model.img_size]
-        row = {"model": name, **_costs(model), "image": "×".join(dict.fromkeys(size))}
-        about = {"compare with": variant(name).baseline or "", "source": variant(name).source}
-        rows.append({**row, **about})
+        row: dict[str, object] = {
+            "model": name,
+            "params (M)": f"{models.count_parameters(model) / 1e6:.2f}",
+            "GMACs": f"{models.count_macs(model) / 1e9:.3g}",
+            "image": "×".join(dict.fromkeys(size)),
+            "compare with": variant(name).baseline or "",
+            "source": variant(name).source,
+        }
+        rows.append(row)
     return rows
-
-
-def _costs(model: models.ImageClassifier) -> dict[str, str]:
-    parameters, macs = models.count_parameters(model) / 1e6, models.count_macs(model) / 1e9
-    return {"params (M)": f"{parameters:.2f}", "GMACs": f"{macs:.3g}"}
 
 
 def _pretrained(options: Any) -> list[dict[str, object]]:

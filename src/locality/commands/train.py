@@ -24,13 +24,7 @@ from locality.runs import Run, is_run_folder
 from locality.settings import flatten, replace, to_dict, to_yaml
 from locality.training.config import LENGTHS, RunConfig, read_config
 from locality.training.folder_checks import check_places
-from locality.training.recipes import (
-    CUSTOM_DATA_RECIPES,
-    RECIPES,
-    converted,
-    describe,
-    recipe,
-)
+from locality.training.recipes import CUSTOM_DATA_RECIPES, RECIPES, converted, describe, recipe
 
 if TYPE_CHECKING:
     from locality.training.job import Job
@@ -192,13 +186,11 @@ def read_run(
     return prepare(name, given, options.output, options.quiet, check), options
 
 
-def add_run_settings(
-    parser: Parser, config: RunConfig, arguments: Sequence[str], short: Mapping[str, str] = SHORT
-) -> None:
+def add_run_settings(parser: Parser, config: RunConfig, arguments: Sequence[str]) -> None:
     """Add the settings of a run and of the model named in `arguments`."""
     if model := peek(arguments, "--model", "--model.name"):
         config = replace(config, {"model.name": model})
-    parser.add_settings(config, skip={"recipe"}, short=short)
+    parser.add_settings(config, skip={"recipe"}, short=SHORT)
     if config.model.name.startswith(PREFIX):  # other arguments are timm's
         for flag in {word.partition("=")[0] for word in arguments if word.startswith("--model.")}:
             parser.add_setting(flag)
