@@ -223,8 +223,7 @@ def execute(run: Request) -> str | None:
             contextlib.redirect_stdout(file),
             contextlib.redirect_stderr(file),
         ):
-            started = time.perf_counter() - run.spent
-            training.train(run.config, run.folder, started=started)
+            training.train(run.config, run.folder, started=time.perf_counter() - run.spent)
     except (UserError, FileNotFoundError, PermissionError, Interrupted, ProcessKilled) as error:
         return one_line(error)
     except (KeyboardInterrupt, SystemExit):
@@ -272,21 +271,16 @@ class LocalExecutor:
         waiting, running = list(runs), dict[_Worker, Request]()
         try:
             while waiting or running:
+                ended = [worker for worker in running if worker.done()]
+                outcomes = [Outcome(running.pop(worker), worker.error()) for worker in ended]
+                self._idle += ended
+                # The next runs start before these are measured, which may take minutes.
                 while waiting and self._idle:
                     worker = self._idle.pop()
                     running[worker] = waiting.pop(0)
                     worker.start(running[worker])
-                ended = [worker for worker in running if worker.done()]
-                for worker in ended:
-                    outcome = Outcome(running.pop(worker), worker.error())
-                    # The next run starts before this one is measured, which may take minutes.
-                    if waiting:
-                        running[worker] = waiting.pop(0)
-                        worker.start(running[worker])
-                    else:
-                        self._idle.append(worker)
-                    yield outcome
-                if not ended:
+                yield from outcomes
+                if not outcomes:
                     time.sleep(_POLL_SECONDS)
         finally:
             for worker in running:
