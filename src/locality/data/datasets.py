@@ -85,8 +85,7 @@ def open_data(
         if has_val:
             log_once(f"folds divide the training images; the {len(val):,} others are not used")
         number, count = config.fold
-        part = number / count, (number + 1) / count
-        held = _slice(train, part, config.split_seed)
+        held = _slice(train, (number / count, (number + 1) / count), config.split_seed)
         val, train = train.subset(held), train.subset(np.delete(np.arange(len(train)), held))
     if config.train_part != (0.0, 1.0):
         train = train.subset(_slice(train, config.train_part, config.split_seed))
@@ -212,12 +211,10 @@ class CheckReport:
         duplicates: (training file, validation file) with the same content.
         conflicts: (file, class, file, class) with the same content and different classes.
         copies: (file, file) with the same content, of one split and class.
-        near: what near-duplicates cross the split, see `near_copies`.
         sizes: minimum, 5%, median, 95% and maximum of "width" and "height" in pixels.
         cropped: mean share of an image's pixels outside its largest centre square.
-        greys: advice on 16-bit greys that leave bits unused, if any.
-        black: whether they become black.
-        counts: images per class, in the training split if there is one.
+        black: whether 16-bit greys become black.
+        advice: on unused bits, near-duplicates across the split and uneven classes.
     """
 
     folder: str
@@ -228,25 +225,17 @@ class CheckReport:
     duplicates: list[tuple[str, str]] = field(default_factory=list)
     conflicts: list[tuple[str, str, str, str]] = field(default_factory=list)
     copies: list[tuple[str, str]] = field(default_factory=list)
-    near: str = ""
     sizes: dict[str, list[int]] = field(default_factory=dict)
     cropped: float = 0.0
-    greys: str = ""
     black: bool = False
-    counts: dict[str, int] = field(default_factory=dict)
+    advice: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
         """Whether a run on this folder neither stops nor evaluates on training images."""
-        return not (
-            self.bad_files
-            or self.duplicates
-            or self.conflicts
-            or any(self.empty_classes.values())
-            or not any(self.images.values())
-            or self.classes == 1
-            or self.black
-        )
+        faults = (self.bad_files, self.duplicates, self.conflicts, *self.empty_classes.values())
+        usable = any(self.images.values()) and self.classes != 1 and not self.black
+        return usable and not any(faults)
 
     def lines(self, most: int = 10) -> list[str]:
         """The report in words, with at most `most` examples of each fault."""
@@ -258,7 +247,6 @@ class CheckReport:
         if self.cropped >= 0.005:
             squashed = "; `locality train FOLDER` squashes them" * (self.cropped > MOST_CROPPED)
             text.append(f"a square centre crop drops {self.cropped:.0%} of the pixels{squashed}")
-        text.append(self.greys)
         for part, names in self.empty_classes.items():
             if names:
                 text.append(f"classes of {part} without images ({len(names)}): {some(names, most)}")
@@ -278,7 +266,7 @@ class CheckReport:
             if len(items) > most:
                 text.append(f"  … and {len(items) - most:,} more")
         one = "a run needs at least two classes: a folder of images for each" * (self.classes == 1)
-        text += [one, self.near, imbalance(self.counts)]
+        text += [one, *self.advice]
         text.append(_NO_FAULTS if self.ok else "this folder needs attention")
         return [printable(line) for line in text if line]
 
@@ -294,8 +282,7 @@ def check(
         progress: show a progress bar.
         settings: of `DataConfig`.
     """
-    root = None if folder is None else str(folder)
-    config = DataConfig(dataset, root, **settings)
+    config = DataConfig(dataset, None if folder is None else str(folder), **settings)
     report = CheckReport(config.root or dataset)
     splits = open_data(config, seed=0, whole=True)
     # Without a split, all images are both.
@@ -307,7 +294,6 @@ def check(
     for part, source in parts.items():
         report.images[part] = len(source)
         by_class = source.counts(splits.classes)
-        report.counts = report.counts or by_class
         report.empty_classes[part] = [name for name, count in by_class.items() if not count]
         bar = tqdm(examine(source), f"checking {part}", len(source), disable=not progress)
         for index, image in enumerate(bar):
@@ -324,10 +310,11 @@ def check(
                 report.duplicates.append((first, path))
             elif path != first:
                 report.copies.append((first, path))
-    if "val" in good and splits.train.groups is None:
-        report.near = near_copies(good["train"], good["val"])
     every = [image for images in good.values() for image in images]
-    report.greys, report.black = _unused_bits(every)
+    unused, report.black = _unused_bits(every)
+    report.advice = [unused, imbalance(splits.train.counts(splits.classes))]
+    if "val" in good and splits.train.groups is None:
+        report.advice.append(near_copies(good["train"], good["val"]))
     if every:
         report.cropped = float(np.mean([cropped_share(x.width, x.height) for x in every]))
     for side in ("width", "height") if every else ():
@@ -560,10 +547,7 @@ _READERS: dict[str, tuple[str, *tuple[dict[str, Any], ...]]] = {
     "cifar10": ("CIFAR10", {"train": True}, {"train": False}),
     "cifar100": ("CIFAR100", {"train": True}, {"train": False}),
     # As in the transfer results that CvT's Table 4 compares with.
-    "flowers102": (
-        "Flowers102",
-        *({"split": part} for part in ("train", "val", "test")),
-    ),
+    "flowers102": ("Flowers102", *({"split": part} for part in ("train", "val", "test"))),
     "pets": ("OxfordIIITPet", {"split": "trainval"}, {"split": "test"}),
 }
 

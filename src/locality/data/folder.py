@@ -33,14 +33,9 @@ from locality.files import missing
 _log = logging.getLogger("locality")
 
 _HEIF = ("heic", "heif")
-IMAGE_SUFFIXES = frozenset(
-    f".{suffix}"
-    for suffix in (
-        *("jpg", "jpeg", "jpe", "jfif", "png", "bmp", "gif", "webp"),
-        *("tif", "tiff", "ppm", "pgm", "pbm", "jp2", "avif"),
-        *(_HEIF if find_spec("pillow_heif") else ()),
-    )
-)
+_READ = "jpg jpeg jpe jfif png bmp gif webp tif tiff ppm pgm pbm jp2 avif"
+_ALL_READ = (*_READ.split(), *(_HEIF if find_spec("pillow_heif") else ()))
+IMAGE_SUFFIXES = frozenset(f".{suffix}" for suffix in _ALL_READ)
 # Photographs of cameras and browsers that Pillow does not read.
 _UNREAD = (".jxl", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf")
 # Left by operating systems, network drives and programs, like names that start with a dot.

@@ -148,8 +148,7 @@ class Batches(Dataset, ABC):
     @cached_property
     def _keeps(self) -> bool:
         """Whether to cache decoded and resized images; cropping and flipping are cheap."""
-        each = self.transform.prepared_bytes
-        return each is not None and each * len(self.source) <= _KEPT_BYTES
+        return self.transform.prepared_bytes * len(self.source) <= _KEPT_BYTES
 
     def in_memory(self) -> torch.Tensor | None:
         """All images, (n, 3, H, W) uint8, if the transform accepts them without PIL."""

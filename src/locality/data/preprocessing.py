@@ -62,9 +62,10 @@ class ImageTransform:
         return image if self.steps else MaybePILToTensor()(image)
 
     @property
-    def prepared_bytes(self) -> int | None:
-        """Memory of a prepared image; None if it keeps the original size."""
-        return None if self.prepare is None else _PIXEL_BYTES * math.prod(self.size) + _OBJECT_BYTES
+    def prepared_bytes(self) -> float:
+        """Memory of a prepared image; infinite if it keeps the original size."""
+        size = math.inf if self.prepare is None else math.prod(self.size)
+        return _PIXEL_BYTES * size + _OBJECT_BYTES
 
     def drawn(self, image: Any) -> torch.Tensor:
         """Apply `steps` to a prepared image."""

@@ -185,12 +185,8 @@ def _columns(
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Rows with the numbers of the lines in which they begin, without empty ones."""
-    with (
-        open_file(path, _MAX_TABLE_BYTES) as file,
-        wrap_errors(
-            f"'{path}' is not text in UTF-8; save the table as CSV, in UTF-8", UnicodeError
-        ),
-    ):
+    sentence = f"'{path}' is not text in UTF-8; save the table as CSV, in UTF-8"
+    with open_file(path, _MAX_TABLE_BYTES) as file, wrap_errors(sentence, UnicodeError):
         text = io.TextIOWrapper(file, "utf-8-sig", newline="")
         if path.suffix == ".jsonl":
             yield from _json_rows(path, text)
