@@ -62,8 +62,11 @@ def settings_of(config: Any, prefix: str = "") -> dict[str, Setting]:
 
 
 def _groups(hint: Any) -> list[Any]:
-    parts = (hint, *typing.get_args(hint))
-    return [part for part in parts if dataclasses.is_dataclass(part)]
+    return [part for part in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(part)]
+
+
+# Names and text of a docstring's attribute.
+_ATTRIBUTE = re.compile(r"^ {4}(\w.*?): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
 @cache
@@ -72,22 +75,15 @@ def _own_settings(cls: Any) -> dict[str, Setting]:
     texts = {
         name: " ".join(text.split())
         for section in sections
-        for names, text in re.findall(
-            r"^ {4}(\w.*?): (.*(?:\n {8}.*)*)", section.partition("Attributes:\n")[2], re.MULTILINE
-        )
+        for names, text in _ATTRIBUTE.findall(section.partition("Attributes:\n")[2])
         for name in names.split(", ")
     }
-    hints = type_hints(cls, include_extras=True)
-    return {
-        field.name: Setting(
-            hints[field.name],
-            _plain(field.default),
-            texts.get(field.name, ""),
-            field.metadata.get("role"),
-        )
-        for field in dataclasses.fields(cls)
-        if field.metadata.get("role") != "data"
-    }
+    hints, settings = type_hints(cls, include_extras=True), dict[str, Setting]()
+    for field in dataclasses.fields(cls):
+        name, role = field.name, field.metadata.get("role")
+        if role != "data":
+            settings[name] = Setting(hints[name], _plain(field.default), texts.get(name, ""), role)
+    return settings
 
 
 def setting(default: Any, role: Role) -> Any:

@@ -101,16 +101,9 @@ def evaluate_opened(
     else:
         model = opened.model
     splits = open_for(opened, data, seed) if splits is None else splits
-    preprocessing = opened.preprocessing
-    if img_size is not None:
-        preprocessing = preprocessing.at(img_size)
-    loader = eval_loader(
-        splits.val,
-        preprocessing,
-        batch_size=batch_size,
-        pin_memory=device.type == "cuda",
-        **data.loading(training=False),
-    )
+    preprocessing = opened.preprocessing if img_size is None else opened.preprocessing.at(img_size)
+    loading = data.loading(training=False) | {"pin_memory": device.type == "cuda"}
+    loader = eval_loader(splits.val, preprocessing, batch_size=batch_size, **loading)
     macs = count_macs(opened.module(), preprocessing.size) if precision == "auto" else 0
     chosen = devices.choose_precision(precision, device.type, macs)
 
@@ -273,8 +266,7 @@ def calibrate(
     logits, targets = (torch.cat(parts).cpu() for parts in zip(*kept, strict=True))
     temperature = _temperature(logits, targets)
     run = Run(folder)
-    content = {"temperature": temperature, "images": len(targets)}
-    run.write_json(run.calibration_file, content)
+    run.write_json(run.calibration_file, {"temperature": temperature, "images": len(targets)})
     halves = torch.randperm(len(targets), generator=torch.Generator().manual_seed(0)) % 2
     confidence = torch.zeros(len(targets), dtype=torch.float64)
     for half in (0, 1):

@@ -96,13 +96,8 @@ class Loop:
         # Without gradients twice the training batch fits; for tiny batches larger is faster.
         batch = max(2 * run.micro_batch, 64)
         self._eval_batches = math.ceil(len(self.splits.val) / (fabric.world_size * batch))
-        self._eval_loader = eval_loader(
-            self.splits.val,
-            self._input,
-            batch_size=batch,
-            **self.config.data.loading(training=False),
-            **self._loading,
-        )
+        loading = self.config.data.loading(training=False) | self._loading
+        self._eval_loader = eval_loader(self.splits.val, self._input, batch_size=batch, **loading)
 
     def run(self) -> dict[str, Any]:
         """Train to the end.

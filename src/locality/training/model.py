@@ -119,8 +119,7 @@ def initial_model(folder: Path | str) -> ImageClassifier:
     Raises:
         UserError: if the folder is not a run folder.
     """
-    run = Run(folder)
-    return initialize_model(read_config(folder), run.classes())[0].eval()
+    return initialize_model(read_config(folder), Run(folder).classes())[0].eval()
 
 
 def open_run_data(folder: Path | str) -> DataSplits:

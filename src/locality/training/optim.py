@@ -122,16 +122,10 @@ def make_plan(config: RunConfig, train_images: int) -> Plan:
             f"schedule.epochs is {schedule.length:g}, less than one step of {batch} images with "
             f"{train_images} training images; train longer or lower engine.batch_size"
         )
-    return Plan(
-        schedule=schedule,
-        steps=steps,
-        epoch_images=epoch_images,
-        batch_size=batch,
-        unit=unit,
-        warmup=min(round(schedule.warmup * unit), steps),
-        patience=None if schedule.patience is None else schedule.patience * unit,
-        probes=config.optim.probes,
-    )
+    warmup = min(round(schedule.warmup * unit), steps)
+    patience = None if schedule.patience is None else schedule.patience * unit
+    probes = config.optim.probes
+    return Plan(schedule, steps, epoch_images, batch, unit, warmup, patience, probes)
 
 
 _MUON = ("muon", "adamuon")

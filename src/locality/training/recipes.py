@@ -249,11 +249,7 @@ def photos(model: str = "cvt_photo", img_size: ImageSize | None = None) -> RunCo
     optim = OptimConfig("adamw", lr=1e-3, lr_batch=64, weight_decay=0.05)
     if small:
         augment = AugmentConfig(
-            crop="pad",
-            pad=padding(network.img_size),
-            hflip=0.5,
-            padding="border",
-            color_jitter=0.2,
+            crop="pad", pad=padding(network.img_size), hflip=0.5, padding="border", color_jitter=0.2
         )
         optim = OptimConfig("adamuon", lr=6e-3, weight_decay=0.05)
     return RunConfig(
@@ -325,15 +321,8 @@ def finetune(
 RECIPES: dict[str, Callable[..., RunConfig]] = {
     function.__name__: function
     for function in (
-        digits,
-        fashion_mnist,
-        convit_cifar,
-        cvt_cifar,
-        deit_300,
-        cvt_300,
-        photos,
-        photo_weights,
-        finetune,
+        *(digits, fashion_mnist, convit_cifar, cvt_cifar, deit_300, cvt_300),
+        *(photos, photo_weights, finetune),
     )
 }
 """All recipes by name."""

@@ -100,8 +100,7 @@ class Recorder:
             self._news.enter_context(repeating(self._tell))
         # Time is known up to the last evaluation. Steps between it and the checkpoint are assumed
         # to take as long as the others.
-        evaluated = max(state.evaluated, 0)
-        self._timed_seconds, self._timed_steps = 0.0, evaluated
+        self._timed_seconds, self._timed_steps = 0.0, max(state.evaluated, 0)
         self._step_seconds: list[float] = []  # since the last evaluation
         self._skipped = 0
         timed = []
