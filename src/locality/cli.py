@@ -139,19 +139,15 @@ def _with_underscores(word: str) -> str:
 def usage() -> str:
     """The text of `locality --help`."""
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {help}" for name, (_, help) in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: locality COMMAND [options]",
-            "",
-            "Convolutional vision transformers: ConViT, CvT and the DeiT baseline.",
-            "",
-            *lines,
-            "",
-            "`locality COMMAND --help` lists a command's options.",
-            "Set LOCALITY_TRACEBACK=1 to see the traceback of an error.",
-        ]
-    )
+    listed = "\n".join(f"  {name:<{width}}  {help}" for name, (_, help) in COMMANDS.items())
+    return f"""usage: locality COMMAND [options]
+
+Convolutional vision transformers: ConViT, CvT and the DeiT baseline.
+
+{listed}
+
+`locality COMMAND --help` lists a command's options.
+Set LOCALITY_TRACEBACK=1 to see the traceback of an error."""
 
 
 _PRINTED = {

@@ -91,8 +91,7 @@ def predict(arguments: Sequence[str]) -> int:
     check_output(output, options.overwrite)
 
     files = list(image_files(options.images))
-    model = GivenModel(options.model, options)
-    classifier = model.opened
+    classifier = GivenModel(options.model, options).opened
     classifier = classifier.flipped() if options.tta else classifier
     least = options.threshold or 0.0
     read: list[Path] = []
@@ -233,21 +232,13 @@ def evaluate(arguments: Sequence[str]) -> None:
             probabilities = opened.probabilities(logits).cpu()
             seen.extend(zip(batch.indices, batch.targets, probabilities, strict=True))
 
-    result = training.evaluate_opened(
-        opened,
-        chosen,
-        img_size=options.img_size,
-        batch_size=options.batch_size,
-        precision=options.precision,
-        splits=splits,
-        on_batch=keep,
-        tta=options.tta is not None,
-    )
+    how = {name: getattr(options, name) for name in ("img_size", "batch_size", "precision")}
+    how |= {"splits": splits, "on_batch": keep, "tta": options.tta is not None}
+    result = training.evaluate_opened(opened, chosen, **how)
     classes = opened.classes or splits.classes
     if options.predictions:
         rows = ((splits.val.describe(i), classes[k], each) for i, k, each in seen)
-        written = predictions_csv(["path", "label"], classes, rows)
-        write_atomic(options.predictions, written)
+        write_atomic(options.predictions, predictions_csv(["path", "label"], classes, rows))
     predictions = collector.predictions(splits.val, classes)
     if options.calibrate:
         error = predictions.calibration()[1]
@@ -362,8 +353,7 @@ def explore(arguments: Sequence[str]) -> None:
     names, labels, images = zip(*shown, strict=True)
     if options.live:
         digits = models[0].kind == "run" and models[0].config.data.dataset == "digits"
-        text = live_page(subjects, images, labels, digits, names=names)
-        page = write_page(output, text)
+        page = write_page(output, live_page(subjects, images, labels, digits, names=names))
     elif options.npz:
         page = write_maps(subjects, images, output, names)
     else:
@@ -379,8 +369,7 @@ def serve(arguments: Sequence[str]) -> None:
     parser = Parser("serve", serve.__doc__)
     parser.add_model("model", graph=True)
     parser.add("--host", "127.0.0.1", "address to listen on; 0.0.0.0 for all of this machine's")
-    port = Annotated[int, Meta(ge=0, le=65535)]
-    parser.add("--port", 8000, "port; 0 for any free one", port)
+    parser.add("--port", 8000, "port; 0 for any free one", Annotated[int, Meta(ge=0, le=65535)])
     hosts = "further host names of this server; '*' allows any"
     parser.add_argument("--hosts", nargs="+", default=None, help=hosts)
     parser.add("--title", None, "title of the page; the model by default")
@@ -390,8 +379,7 @@ def serve(arguments: Sequence[str]) -> None:
     require("`locality serve`", "locality[serve]", "fastapi", "uvicorn")
     from locality.serve import serve as start
 
-    address = options.host, options.port, options.hosts or ()
-    start(given.opened, *address, options.title or "")
+    start(given.opened, options.host, options.port, options.hosts or (), options.title or "")
 
 
 def _shown(

@@ -107,12 +107,6 @@ def export(arguments: Sequence[str]) -> None:
 
     check_export_path(Path(options.output), options.overwrite)
     opened = GivenModel(options.model, options).opened
-    print(
-        checkpoints.export(
-            opened.module(),
-            options.output,
-            preprocessing=opened.preprocessing,
-            classes=opened.classes,
-            overwrite=options.overwrite,
-        )
-    )
+    about: dict[str, Any] = {"preprocessing": opened.preprocessing, "classes": opened.classes}
+    model, overwrite = opened.module(), options.overwrite
+    print(checkpoints.export(model, options.output, **about, overwrite=overwrite))

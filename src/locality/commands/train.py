@@ -391,5 +391,4 @@ def recipes(arguments: Sequence[str]) -> None:
         width = max(map(len, RECIPES))
         print("\n".join(f"{key:<{width}}  {describe(key).splitlines()[0]}" for key in RECIPES))
         return
-    config = recipe(name)
-    print(describe(name), to_yaml(config), sep="\n\n", end="")
+    print(describe(name), to_yaml(recipe(name)), sep="\n\n", end="")
