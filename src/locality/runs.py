@@ -35,20 +35,10 @@ from typing import IO, TYPE_CHECKING, Any
 import psutil
 
 import locality
-from locality import checks
+from locality import checks, files
 from locality.data.config import DataConfig
 from locality.data.folder import place_name
 from locality.errors import RunFailed, UserError, wrap_errors
-from locality.files import (
-    missing,
-    naming,
-    parse_json,
-    read_rows,
-    read_shaped,
-    read_text,
-    read_yaml,
-    write_atomic,
-)
 from locality.machine import describe_environment
 from locality.models.variants import family_of
 from locality.predictions import Predictions
@@ -88,7 +78,7 @@ def run_folders(folders: Iterable[Path | str]) -> list[Path]:
     runs: dict[Path, Path] = {}
     for folder in map(Path, folders):
         if not folder.exists():
-            raise missing(folder)
+            raise files.missing(folder)
         inside = [folder]
         if not is_run_folder(folder):
             # A timm teacher's folder has a configuration and a result too, but no classes.
@@ -151,7 +141,7 @@ class Run:
             UserError: if there is no config.yaml, or it has other content.
         """
         try:
-            content = read_yaml(self.config_file)
+            content = files.read_yaml(self.config_file)
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"{self.path} is not a run folder: it has no config.yaml") from None
         checks.shaped(str(self.config_file), content, dict(wanted))
@@ -211,7 +201,7 @@ class Run:
     @cached_property
     def measures(self) -> dict[str, Any]:
         """Attention measured before and after training; empty if not recorded."""
-        return read_shaped(self.measures_file, _MEASURES, {})
+        return files.read_shaped(self.measures_file, _MEASURES, {})
 
     @property
     def passes(self) -> float:
@@ -229,7 +219,7 @@ class Run:
             UserError: if it has other content.
         """
         shape = _RESULT if whole else {f"{name}?": kind for name, kind in _RESULT.items()}
-        return read_shaped(self.result_file, shape | _ALSO)
+        return files.read_shaped(self.result_file, shape | _ALSO)
 
     def classes(self) -> list[str]:
         """Class names, in the order of the logits.
@@ -239,7 +229,7 @@ class Run:
         """
         if not self.classes_file.exists():
             raise UserError(f"run folder {self.path} has no classes.json: the run never started")
-        names = parse_json(read_text(self.classes_file), str(self.classes_file))
+        names = files.parse_json(files.read_text(self.classes_file), str(self.classes_file))
         checks.shaped(str(self.classes_file), names, [str])
         return names
 
@@ -264,12 +254,12 @@ class Run:
         Raises:
             UserError: if the file is malformed.
         """
-        return read_shaped(self.environment_file, {"starts?": [dict]}, {})
+        return files.read_shaped(self.environment_file, {"starts?": [dict]}, {})
 
     @property
     def temperature(self) -> float:
         """What logits are divided by for probabilities; 1 unless the run was calibrated."""
-        fitted = read_shaped(self.calibration_file, {"temperature": checks.Positive}, {})
+        fitted = files.read_shaped(self.calibration_file, {"temperature": checks.Positive}, {})
         return float(fitted.get("temperature", 1.0))
 
     def class_counts(self) -> dict[str, int]:
@@ -278,7 +268,7 @@ class Run:
         Raises:
             UserError: if the file is malformed.
         """
-        return read_shaped(self.counts_file, dict[str, int], {})
+        return files.read_shaped(self.counts_file, dict[str, int], {})
 
     def skipped(self) -> list[dict[str, str]]:
         """The images that could not be read, each with a `reason`.
@@ -288,7 +278,7 @@ class Run:
         """
         if not self.skipped_file.exists():
             return []
-        return read_rows(self.skipped_file, {"image": str, "reason": str})
+        return files.read_rows(self.skipped_file, {"image": str, "reason": str})
 
     def predictions(self) -> Predictions:
         """The predictions of the validation images.
@@ -357,7 +347,7 @@ class Run:
 
     def write_json(self, path: Path, content: Any) -> None:
         """Write one of the folder's JSON files, atomically."""
-        write_atomic(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        files.write_atomic(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
     def record_start(self, seed: int, **start: Any) -> None:
         """Add a start to environment.json; `start` are its step, workers, device and so on."""
@@ -375,7 +365,7 @@ def _numbers(table: Path) -> list[dict[str, float]]:
     with wrap_errors(f"{table} has a cell that is not a number", TypeError, ValueError):
         return [
             {name: float(cell) for name, cell in row.items() if name and cell}
-            for row in read_rows(table, {"step": int})
+            for row in files.read_rows(table, {"step": int})
         ]
 
 
@@ -414,7 +404,7 @@ class FolderLock:
         while not self._flock(self._file):
             holder: dict[str, Any] = {}
             with contextlib.suppress(UserError):  # it has not been written yet
-                holder = read_shaped(self.path, {"pid": int, "host": str}, {})
+                holder = files.read_shaped(self.path, {"pid": int, "host": str}, {})
             here = holder.get("host") == socket.gethostname()
             if (here and psutil.pid_exists(holder["pid"])) or time.monotonic() > deadline:
                 self._file.close()
@@ -431,7 +421,7 @@ class FolderLock:
 
     def _write(self, text: str) -> None:
         assert self._file is not None
-        with naming(self.path):
+        with files.naming(self.path):
             self._file.truncate(0)
             self._file.write(text)
             self._file.flush()

@@ -17,17 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from msgspec import Meta
 
-from locality import checks, data, training
-from locality.commands import (
-    MODEL,
-    GivenModel,
-    Parser,
-    images_at,
-    page_in,
-    report_unreadable,
-    say,
-    table,
-)
+from locality import checks, commands, data, training
+from locality.commands import GivenModel, Parser, images_at, page_in, report_unreadable, say, table
 from locality.data.config import DataConfig, Decoding
 from locality.data.folder import check_root, image_files, read_image, short_name
 from locality.data.sources import ImageFingerprint
@@ -324,7 +315,7 @@ def explore(arguments: Sequence[str]) -> None:
     read are reported and skipped.
     """
     parser = Parser("explore", explore.__doc__)
-    parser.add_model("models", nargs="+", help=f"each a {MODEL}")
+    parser.add_model("models", nargs="+", help=f"each a {commands.MODEL}")
     parser.add("--images", None, _IMAGES, nargs="+")
     parser.add("--count", None, "maximum number of images; 8 by default, 20 live", checks.Count)
     parser.add("--img_size", None, _SIZE, checks.ImageSize | None)

@@ -8,13 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from locality import checkpoints, models
-from locality.checkpoints.registry import (
-    FORMAT,
-    KEY_MAP_NAMES,
-    SOURCES,
-    check_export_path,
-    check_target,
-)
+from locality.checkpoints import registry
+from locality.checkpoints.registry import FORMAT, SOURCES
 from locality.commands import GivenModel, Parser, table
 from locality.errors import unknown
 from locality.models.variants import FAMILY_NAMES, VARIANTS, matching, variant
@@ -82,14 +77,14 @@ def convert(arguments: Sequence[str]) -> None:
     parser = Parser("convert", convert.__doc__)
     parser.add_model("source")
     parser.add_argument("target", help="folder, or a file ending in .safetensors or .pth")
-    parser.add("--to", "locality", f"one of: {', '.join(KEY_MAP_NAMES)}")
+    parser.add("--to", "locality", f"one of: {', '.join(registry.KEY_MAP_NAMES)}")
     parser.add("--half", False, "write fp16, half the size")
     parser.add_overwrite()
     options = parser.read(arguments)
     if options.to != FORMAT:
         parser.refuse("class_map", f"needs --to {FORMAT}: no other format has class names")
     names = GivenModel(options.source, options).class_names
-    check_target(Path(options.target), options.to, options.overwrite)
+    registry.check_target(Path(options.target), options.to, options.overwrite)
 
     given = options.variant, options.entry, options.overwrite, options.set, options.half, names
     print(checkpoints.convert(options.source, options.target, options.to, *given))
@@ -105,7 +100,7 @@ def export(arguments: Sequence[str]) -> None:
     parser.add_overwrite()
     options = parser.read(arguments)
 
-    check_export_path(Path(options.output), options.overwrite)
+    registry.check_export_path(Path(options.output), options.overwrite)
     opened = GivenModel(options.model, options).opened
     about: dict[str, Any] = {"preprocessing": opened.preprocessing, "classes": opened.classes}
     model, overwrite = opened.module(), options.overwrite

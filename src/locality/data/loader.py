@@ -26,27 +26,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from locality.data import preprocessing as transforms
+from locality.data import sampling
 from locality.data.config import AugmentConfig, InputConfig
 from locality.data.decoding import BadImage
-from locality.data.preprocessing import (
-    Images,
-    ImageTransform,
-    create_erasing,
-    eval_transform,
-    jitter_colors,
-    normalise,
-    train_transform,
-    warp,
-    window_maps,
-)
-from locality.data.sampling import (
-    Indices,
-    Stream,
-    hash_seed,
-    preserved_generators,
-    sample_order,
-    seed_generators,
-)
+from locality.data.sampling import Indices, Stream, hash_seed, sample_order
 from locality.data.sources import ImageSource
 from locality.errors import ProcessKilled, UserError
 from locality.machine import end_if_importing
@@ -112,7 +96,7 @@ class Batches(Dataset, ABC):
     world_size: int
     on_bad: OnBad
     least: int | None
-    transform: ImageTransform = field(init=False)
+    transform: transforms.ImageTransform = field(init=False)
     _kept: dict[int, Any] = field(init=False, repr=False, default_factory=dict)
 
     @abstractmethod
@@ -121,7 +105,7 @@ class Batches(Dataset, ABC):
 
     def __getitem__(self, number: int) -> LoadedBatch:
         skipped: dict[str, str] = {}
-        with preserved_generators():
+        with sampling.preserved_generators():
             try:
                 return LoadedBatch(self.batch(number, skipped), skipped)
             except UserError as error:
@@ -156,10 +140,10 @@ class Batches(Dataset, ABC):
         fits = pixels is not None and tuple(pixels.shape[-2:]) == transform.size
         return pixels if fits and transform.on_tensors else None
 
-    def make_batch(self, pixels: Images, indices: Indices) -> Batch:
+    def make_batch(self, pixels: transforms.Images, indices: Indices) -> Batch:
         """A batch from transformed images, (B, 3, H, W) uint8 or a list."""
         targets = torch.from_numpy(self.source.labels[indices])
-        return Batch(normalise(pixels, self.preprocessing), targets, indices)
+        return Batch(transforms.normalise(pixels, self.preprocessing), targets, indices)
 
 
 @dataclass(eq=False)
@@ -175,11 +159,11 @@ class TrainBatches(Batches):
     accumulate: int
 
     def __post_init__(self) -> None:
-        self.transform = train_transform(self.augment, self.preprocessing)
+        self.transform = transforms.train_transform(self.augment, self.preprocessing)
         self.batched = self.augment
         if self.augment.crop == "resized":  # by image
             self.batched = replace(self.augment, hflip=0.0, color_jitter=0.0)
-        self.erasing = create_erasing(self.augment)
+        self.erasing = transforms.create_erasing(self.augment)
 
     def positions(self, number: int) -> Indices:
         """The global positions of one micro-batch of this process, (B,) int64."""
@@ -191,22 +175,22 @@ class TrainBatches(Batches):
     def batch(self, number: int, skipped: dict[str, str]) -> Batch:
         positions = self.positions(number)
         indices = sample_order(positions, len(self.source), self.seed, self.augment.repeats)
-        images: Images
+        images: transforms.Images
         if (pixels := self.in_memory()) is not None:
             images = pixels[torch.from_numpy(indices)]
         else:
             images = self._drawn(self._read(positions, indices, skipped), positions)
         augment, uniform = self.batched, self._uniform(positions, 10)
         if augment.affine or augment.hflip or augment.crop == "pad":
-            maps = window_maps(uniform[:, :7], augment, self.transform.size)
-            images = warp(images, maps, augment.padding)
+            maps = transforms.window_maps(uniform[:, :7], augment, self.transform.size)
+            images = transforms.warp(images, maps, augment.padding)
         if augment.color_jitter and augment.auto_augment is None:
-            images = jitter_colors(images, uniform[:, 7:], augment.color_jitter)
+            images = transforms.jitter_colors(images, uniform[:, 7:], augment.color_jitter)
         batch = self.make_batch(images, indices)
         if self.erasing is not None:
             seeds = self._seeds(Stream.ERASE, positions)
             for image, seed in zip(batch.images, seeds, strict=True):
-                seed_generators(seed)
+                sampling.seed_generators(seed)
                 self.erasing(image)
         return batch
 
@@ -225,7 +209,7 @@ class TrainBatches(Batches):
         drawn = []
         for image, seed in zip(images, self._seeds(Stream.AUGMENT, positions), strict=True):
             # Seeded after reading, in case a decoder draws random numbers.
-            seed_generators(seed)
+            sampling.seed_generators(seed)
             drawn.append(self.transform.drawn(image))
         return drawn
 
@@ -250,7 +234,7 @@ class EvalBatches(Batches):
     """Evaluation batches of this process's images."""
 
     def __post_init__(self) -> None:
-        self.transform = eval_transform(self.preprocessing)
+        self.transform = transforms.eval_transform(self.preprocessing)
         self.own = np.arange(self.rank, len(self.source), self.world_size, dtype=np.int64)
 
     def __len__(self) -> int:

@@ -16,14 +16,7 @@ from locality.errors import UserError
 from locality.runner.runs import Request, content_folder
 from locality.runs import Run
 from locality.settings import replace
-from locality.training.autofit import (
-    batch_size,
-    crop_settings,
-    image_size,
-    median_shorter_side,
-    sampled_sizes,
-    sized,
-)
+from locality.training import autofit
 from locality.training.folder_checks import check_images
 from locality.training.model import settings_from_weights
 from locality.training.recipes import SMALL_SIDE, recipe
@@ -87,19 +80,19 @@ def comparison_runs(
     reading = (time.perf_counter() - started) * (1 + len(splits.train) / len(splits.val))
     if folds:
         verify(splits.train)  # validation images of the other folds
-    sizes = sampled_sizes(splits.train)
-    side = img_size or image_size(median_shorter_side(sizes))
-    crop, said = crop_settings(settings, sizes)
+    sizes = autofit.sampled_sizes(splits.train)
+    side = img_size or autofit.image_size(autofit.median_shorter_side(sizes))
+    crop, said = autofit.crop_settings(settings, sizes)
     settings |= crop
     small = not pretrained and side <= SMALL_SIDE
-    settings["engine.batch_size"] = batch_size(len(splits.train), small)
+    settings["engine.batch_size"] = autofit.batch_size(len(splits.train), small)
     rounds = math.ceil(len(models) * len(fractions) * (folds or seeds) / jobs)
     share = {"schedule.minutes": minutes / rounds}
     settings |= share if steps is None else {"schedule.steps": steps}
     configs = {
         model: recipe(name, settings | settings_from_weights(model) | crop)
         if pretrained
-        else recipe(name, settings | {"model.name": model, **sized(model, side)})
+        else recipe(name, settings | {"model.name": model, **autofit.sized(model, side)})
         for model in models
     }
     runs = []

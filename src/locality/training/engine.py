@@ -24,22 +24,8 @@ from locality.machine import arithmetic_threads
 from locality.progress import doing
 from locality.runs import is_run_folder
 from locality.settings import replace, to_yaml
+from locality.training import devices, folder_checks
 from locality.training.config import RunConfig, read_config
-from locality.training.devices import (
-    MEETING,
-    SignalHandler,
-    create_fabric,
-    leave_group,
-    translate_lost_process,
-)
-from locality.training.folder_checks import (
-    check_decay,
-    check_folder,
-    check_images,
-    check_same,
-    check_space,
-    writing,
-)
 from locality.training.job import Job
 from locality.training.loop import Loop
 from locality.training.model import build_model
@@ -91,13 +77,13 @@ def train_job(
         CheckpointNotSaved: if the disk is full.
     """
     started = time.perf_counter() if started is None else started
-    fabric = create_fabric(job.config.engine)
-    waiting = f"waiting for all {fabric.world_size} processes, at most {MEETING}"
+    fabric = devices.create_fabric(job.config.engine)
+    waiting = f"waiting for all {fabric.world_size} processes, at most {devices.MEETING}"
     with doing(waiting, quiet or fabric.world_size == 1, at_once=False):
         fabric.launch()
-    atexit.register(leave_group)
+    atexit.register(devices.leave_group)
     try:
-        with translate_killed_worker(), translate_lost_process(fabric.world_size):
+        with translate_killed_worker(), devices.translate_lost_process(fabric.world_size):
             return _train(job, quiet, started, components, fabric, on_evaluation)
     except BaseException as error:
         # The traceback holds the model, which holds the process group.
@@ -144,7 +130,7 @@ def _train(
         job.open()
         if name:
             checkpoint = read_checkpoint(folder.checkpoints / name)
-    with arithmetic_threads(config.engine.threads), SignalHandler().installed() as signals:
+    with arithmetic_threads(config.engine.threads), devices.SignalHandler().installed() as signals:
         # A resumed run takes its weights from the checkpoint, whatever it started from.
         if checkpoint is None:
             model, changes = job.starting_model
@@ -204,13 +190,13 @@ def _check(job: Job) -> tuple[dict[str, Any] | None, str, dict[str, Any] | None]
     job.open().check_start()
     if is_run_folder(folder.path):
         folder.lock.acquire()
-        check_folder(folder.path, config)
+        folder_checks.check_folder(folder.path, config)
     result = folder.read_result(whole=True)
     if result is not None:
-        check_decay(folder, config, int(result["steps"]))
-        check_images(folder, config.data, job.images, result.get("images"))
+        folder_checks.check_decay(folder, config, int(result["steps"]))
+        folder_checks.check_images(folder, config.data, job.images, result.get("images"))
         return result, "", None
-    check_space(folder, job.checkpoint_bytes, best=job.plan.keeps_best)
+    folder_checks.check_space(folder, job.checkpoint_bytes, best=job.plan.keeps_best)
     checkpoint, name, passed_over = CheckpointFolder(folder.checkpoints).load()
     job.notes += [f"{reason}; continuing from the one before it" for reason in passed_over]
     if checkpoint is None and folder.metrics_file.exists():
@@ -218,10 +204,10 @@ def _check(job: Job) -> tuple[dict[str, Any] | None, str, dict[str, Any] | None]
     if checkpoint is not None:
         with prefix_errors(folder.config_file):  # it may have been edited
             before = replace(RunConfig(), checkpoint["config"])
-            check_same(folder.path, before, config)
+            folder_checks.check_same(folder.path, before, config)
         progress = checkpoint["progress"]
-        check_decay(folder, config, progress["step"], progress.get("decay"))
-        changed = check_images(folder, config.data, job.images, checkpoint["data"])
+        folder_checks.check_decay(folder, config, progress["step"], progress.get("decay"))
+        changed = folder_checks.check_images(folder, config.data, job.images, checkpoint["data"])
         classes = job.splits.classes
         if changed and (folder.classes() != classes or checkpoint["step"] > job.plan.steps):
             raise UserError(
@@ -239,11 +225,11 @@ def _begin(job: Job, step: int, device: str) -> None:
         UserError: if another run has taken the folder, or it cannot be written to.
     """
     folder, splits = job.folder, job.splits
-    with writing(folder.path):
+    with folder_checks.writing(folder.path):
         folder.checkpoints.mkdir(parents=True, exist_ok=True)
         if not folder.lock.is_held:
             folder.lock.acquire()
-            check_folder(folder.path, job.config)
+            folder_checks.check_folder(folder.path, job.config)
             if is_run_folder(folder.path):
                 raise UserError(f"another process just started {folder.path}; repeat the command")
         CheckpointFolder(folder.checkpoints).tidy()
