@@ -242,15 +242,13 @@ def _hidden_states(model: ImageClassifier) -> Iterator[list[Tensor]]:
             "output_hidden_states works for ConViT, DeiT and CvT, not for timm's models"
         )
     states: list[Tensor] = []
-    hooks = [blocks[0].register_forward_pre_hook(lambda _, args: states.append(args[0]))]
-    for block in blocks:
-        hooks.append(block.register_forward_hook(lambda _, args, output: states.append(output)))
-    try:
-        with switched(model, shortcuts=False):
-            yield states
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with switched(model, shortcuts=False), contextlib.ExitStack() as hooks:
+        first = blocks[0].register_forward_pre_hook(lambda _, args: states.append(args[0]))
+        hooks.enter_context(first)
+        for block in blocks:
+            each = block.register_forward_hook(lambda _, args, output: states.append(output))
+            hooks.enter_context(each)
+        yield states
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

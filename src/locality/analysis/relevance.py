@@ -68,8 +68,8 @@ def relevance(model: nn.Module, images: Tensor, classes: Tensor | None = None) -
         stack.enter_context(eval_mode(model))
         stack.enter_context(torch.enable_grad())
         for name, module in attention_layers(model):
-            hook = output_projection(name, module).register_forward_pre_hook(keep(name))
-            stack.callback(hook.remove)
+            projection = output_projection(name, module)
+            stack.enter_context(projection.register_forward_pre_hook(keep(name)))
         views = stack.enter_context(capture(model))
         logits = model(images.detach().requires_grad_())
         chosen = logits.argmax(dim=-1) if classes is None else classes

@@ -152,23 +152,20 @@ def capture(
                 rows, columns = patch_embed.dynamic_feat_size(tuple(args[0].shape[-2:]))
                 grids[:] = [(rows, columns)]
 
-            hooks.callback(patch_embed.register_forward_pre_hook(remember).remove)
+            hooks.enter_context(patch_embed.register_forward_pre_hook(remember))
         for index in chosen:
             handle = modules[index][1].register_forward_pre_hook(observe(index), with_kwargs=True)
-            hooks.callback(handle.remove)
+            hooks.enter_context(handle)
         yield views
 
 
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Context manager: evaluation mode without gradients."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
+    with torch.no_grad(), contextlib.ExitStack() as undo:
+        undo.callback(model.train, model.training)
+        model.eval()
+        yield
 
 
 def _chosen(layers: Sequence[int] | None, depth: int) -> list[int]:
@@ -357,11 +354,8 @@ def _filled(
 @contextlib.contextmanager
 def _replaced(values: list[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
     """Context manager: replace parameters of modules by other values."""
-    own = [(module, name, getattr(module, name)) for module, name, _ in values]
-    try:
+    with contextlib.ExitStack() as undo:
         for module, name, value in values:
-            module._parameters[name] = nn.Parameter(value, requires_grad=False)
+            undo.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, nn.Parameter(value, requires_grad=False))
         yield
-    finally:
-        for module, name, parameter in own:
-            module._parameters[name] = parameter

@@ -138,13 +138,10 @@ def _example(model: ImageClassifier, batch: int) -> Tensor:
 @contextlib.contextmanager
 def suppress_warnings() -> Iterator[None]:
     """Suppress torch's internal warnings and the exporter's notes on its optimiser."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logging.disable(before)
+    with warnings.catch_warnings(action="ignore"), contextlib.ExitStack() as undo:
+        undo.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.WARNING)
+        yield
 
 
 def open_graph(path: Path) -> tuple[Callable[[Tensor], Tensor], Checkpoint]:

@@ -125,14 +125,12 @@ def run(block: Any, function: Callable[..., Tensor], *args: Any) -> Tensor:
 def frozen_statistics(module: nn.Module) -> Iterator[None]:
     """Context manager: BatchNorm updates copies of its running statistics."""
     norms = [part for part in module.modules() if isinstance(part, nn.BatchNorm2d)]
-    own = [(norm, name, buffer) for norm in norms for name, buffer in norm.named_buffers()]
-    try:
-        for norm, name, buffer in own:
-            setattr(norm, name, buffer.clone())
+    with contextlib.ExitStack() as undo:
+        for norm in norms:
+            for name, buffer in [*norm.named_buffers()]:
+                undo.callback(setattr, norm, name, buffer)
+                setattr(norm, name, buffer.clone())
         yield
-    finally:
-        for norm, name, buffer in own:
-            setattr(norm, name, buffer)
 
 
 @contextlib.contextmanager

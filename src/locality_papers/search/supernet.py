@@ -105,17 +105,12 @@ def _slice_hidden_units(blocks: dict[str, Block], ratios: Sequence[float]) -> di
 def _strides(blocks: Iterable[Block], strides: Sequence[int]) -> Iterator[None]:
     """Context manager: set the strides of keys and values of each block."""
     attentions: list[Any] = [block.attn for block in blocks]
-    convolutions = [(attention.k.conv, attention.v.conv) for attention in attentions]
-    before = [key.stride for key, _ in convolutions]
-    try:
-        for pair, stride in zip(convolutions, strides, strict=True):
-            for convolution in pair:
+    with contextlib.ExitStack() as undo:
+        for attention, stride in zip(attentions, strides, strict=True):
+            for convolution in (attention.k.conv, attention.v.conv):
+                undo.callback(setattr, convolution, "stride", convolution.stride)
                 convolution.stride = (stride, stride)
         yield
-    finally:
-        for pair, old in zip(convolutions, before, strict=True):
-            for convolution in pair:
-                convolution.stride = old
 
 
 @torch.no_grad()
