@@ -99,7 +99,8 @@ def test_torchvision_extracts_features(model, images):
     extract = create_feature_extractor(model, [last, "head"])
     for batch in (images, images[:2]):  # the graph takes any batch size
         found = extract.eval()(batch)
-        assert torch.equal(found["head"], model.eval()(batch)) and found[last].ndim == 3
+        torch.testing.assert_close(found["head"], model.eval()(batch))
+        assert found[last].ndim == 3
     extract.train()(images)["head"].mean().backward()
     assert all(parameter.grad is not None for parameter in extract.parameters())
 
@@ -132,7 +133,7 @@ def test_offloaded_weights_give_the_same_logits(any_model, images):
     expected = any_model.eval()(images)
     offloaded = accelerate.cpu_offload(copy.deepcopy(any_model), execution_device="cpu")
     assert all(parameter.is_meta for parameter in offloaded.parameters())
-    assert torch.equal(offloaded(images), expected)
+    torch.testing.assert_close(offloaded(images), expected)  # hooked layers are called
 
 
 def train_sharded(rank, names, folder):

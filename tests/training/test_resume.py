@@ -105,7 +105,6 @@ def half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "GradScaler", scaler)
 
 
-@pytest.mark.usefixtures("half_precision")
 def test_a_timm_model_with_arguments_of_its_own_resumes(tmp_path, interrupt):
     short = {"model.name": "timm/test_resnet", "model.img_size": 16, "model.drop_path_rate": 0.1}
     config = replace(tiny(), short)
@@ -115,6 +114,7 @@ def test_a_timm_model_with_arguments_of_its_own_resumes(tmp_path, interrupt):
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
+@pytest.mark.usefixtures("half_precision")
 def test_resuming_is_exact_in_half_precision(tmp_path, interrupt):
     assert_exact(tiny(optim__clip_grad=1.0), tmp_path, [1, 5], interrupt)
     scaler = load_best_state(tmp_path / "run")["scaler"]

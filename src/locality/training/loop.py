@@ -291,7 +291,10 @@ class Loop:
                 on_batch=collector,
             )
         if not math.isfinite(found["loss"]):
-            raise self._diverged(f"the validation loss is {found['loss']} after step {state.step}")
+            raise self._diverged(
+                f"the loss on {found['n']} validation images is {found['loss']} after step "
+                f"{state.step}"
+            )
         self.collectives.all_reduce(collector.table)
         row = {
             "step": state.step,
