@@ -1,5 +1,6 @@
 """Existing output paths: nothing is overwritten; devices and pipes are written to."""
 
+import contextlib
 import os
 import shlex
 import stat
@@ -32,11 +33,11 @@ COMMANDS = {
 def root(tmp_path_factory):
     """A folder with a run, a saved model and a photograph."""
     folder = tmp_path_factory.mktemp("outputs")
-    os.chdir(folder)
-    assert main([*TRAINED, *SHORT_WORDS]) == 0
-    torch.manual_seed(0)
-    locality.save(locality.create_model("convit_nano"), "saved")
-    Image.effect_noise((8, 8), 50).convert("RGB").save("photo.png")
+    with contextlib.chdir(folder):
+        assert main([*TRAINED, *SHORT_WORDS]) == 0
+        torch.manual_seed(0)
+        locality.save(locality.create_model("convit_nano"), "saved")
+        Image.effect_noise((8, 8), 50).convert("RGB").save("photo.png")
     return folder
 
 

@@ -270,7 +270,8 @@ def test_training_again_changes_nothing_and_all_differences_are_named(run, cli):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_command_line_repeats_every_recipe(name):
+def test_the_command_line_repeats_every_recipe(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where no folder has the name of a recipe
     changed = read_run([name, "--seed=7"])[0].config
     assert changed == dataclasses.replace(recipe(name), seed=7)
 
