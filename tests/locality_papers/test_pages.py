@@ -63,6 +63,13 @@ CLAIMS = {
         ("photographs", "yes", "Do gates of the first half fall"),
         ("photographs", "no", "Do gates of the deeper half fall"),
     ],
+    "keeps over half of its accuracy without position: as in the paper": [
+        ("photographs", "yes", "Without position in any gated layer"),
+        ("photographs", "yes", "Do ConViT's first and last gated layers leave locality"),
+    ],
+    "masking position costs far more than masking content": [
+        ("photographs", "no", "Does masking content cost more than masking position"),
+    ],
     "On digits gates rise": [("digits", "no", FALL)],
     "and masking content in the gated layers costs next to nothing: in 4×4 tokens": [
         ("digits", "less", "Does masking content in "),
