@@ -100,8 +100,7 @@ def augmented(config: RunConfig, splits: DataSplits, count: int) -> Pictures:
         batch_size=min(count, len(splits.train)),
         seed=config.seed,
         stop_step=1,
-        on_bad_image=config.data.on_bad(training=True),
-        max_bad_images=config.data.max_bad_images,
+        **config.data.loading(training=True) | {"workers": 0},
     )
     batch = next(iter(loader))
     mean, std = (torch.tensor(x).view(-1, 1, 1) for x in (preprocessing.mean, preprocessing.std))

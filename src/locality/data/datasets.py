@@ -303,12 +303,15 @@ def check(
                 continue
             good[part].append(image)
             label = splits.classes[source.labels[index]]
-            first, other, where = seen.setdefault(image.digest, (path, label, part))
+            if image.digest not in seen:
+                seen[image.digest] = path, label, part
+                continue
+            first, other, where = seen[image.digest]
             if label != other:
                 report.conflicts.append((first, other, path, label))
             elif part != where:
                 report.duplicates.append((first, path))
-            elif path != first:
+            else:
                 report.copies.append((first, path))
     every = [image for images in good.values() for image in images]
     unused, report.black = _unused_bits(every)
