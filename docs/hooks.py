@@ -3,7 +3,7 @@
 Nothing is written twice. Pages at the top of the repository become pages of the site, links are
 made to point there, and other files that pages link to are put beside them as text. The reference
 lists names; mkdocstrings takes what it says of them from the docstrings, without importing them.
-Two pages beside `live.md` compute models of `docs/live/`.
+The pages beside `live.md` compute models: those of `docs/live/`, and two of the package.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ REFERENCE = {
         )
     ],
 }
+PACKAGED = ("convit_photo.tiny_in200", "deit_photo.tiny_in200")
 LINK = re.compile(r"""((?<=\]\()|(?<=src=")|(?<=href="))([^)"#:\s]+)(?=[)"#])""")
 # An entry for several names, with the deeper lines that go on with it.
 JOINT = re.compile(r"^( +)(\w+(?:, \w+)+)(: .*(?:\n\1 +.*)*)", re.MULTILINE)
@@ -167,12 +168,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def computed_page(folder: Path) -> str:
-    """A live page of the models and images in a folder of `docs/live/`."""
-    subjects = [open_model(folder / name) for name in ("convit_nano", "deit_nano")]
+    """A live page of a folder of `docs/live/`: its images; its models, or else the package's."""
+    own = sorted(path for path in folder.iterdir() if path.is_dir())
+    subjects = [open_model(model) for model in own or PACKAGED]
     strip = Image.open(folder / "examples.png")  # square images, one beside the other
     side, classes = strip.height, subjects[0].classes or ()
     images = [strip.crop((x, 0, x + side, side)) for x in range(0, strip.width, side)]
-    labels = [classes[index % len(classes)] for index in range(len(images))]
+    labels = [classes[index % len(classes)] for index in range(len(images))] if own else []
     about = '<p><a href="live.html">About this page</a></p>'
     return live_page(subjects, images, labels, digits=folder.name == "digits", about=about)
 

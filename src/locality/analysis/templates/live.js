@@ -65,7 +65,7 @@ function buildModel(model, number) {
 
 function build() {
   document.body.style.setProperty("--ratio", `${WIDTH} / ${HEIGHT}`);
-  document.body.classList.toggle("smooth", Math.max(HEIGHT, WIDTH) > 64);
+  document.body.classList.toggle("smooth", Math.max(HEIGHT, WIDTH) >= 64);
   document.body.classList.toggle("bare", BARE);
   Object.assign($("image"), { width: WIDTH, height: HEIGHT });
   $("models").append(...models.map(buildModel));
