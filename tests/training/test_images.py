@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from locality.checkpoints.run_state import load_best_state
-from locality.data import datasets, sources
+from locality.data import checking, sources
 from locality.errors import UserError
 from locality.training import RunConfig, dry_run, loop
 from locality.training import train as train_loudly
@@ -69,7 +69,7 @@ def test_a_damaged_validation_image_is_named_before_the_first_step(photos, tmp_p
 
 
 def test_many_validation_images_are_decoded_in_part(photos, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(datasets, "MAX_DECODED", 11)
+    monkeypatch.setattr(checking, "MAX_DECODED", 11)
     train_loudly(on(photos), tmp_path / "run")
     assert "6 of 12 validation images were decoded" in capsys.readouterr().err
     (photos / "val/cat/0.bmp").write_bytes(b"")

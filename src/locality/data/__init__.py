@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from locality import lazily
 
 if TYPE_CHECKING:
+    from locality.data.checking import CheckReport as CheckReport
+    from locality.data.checking import check as check
     from locality.data.config import AugmentConfig as AugmentConfig
     from locality.data.config import DataConfig as DataConfig
     from locality.data.config import Decoding as Decoding
     from locality.data.config import Preprocessing as Preprocessing
     from locality.data.crops import write_crops as write_crops
-    from locality.data.datasets import CheckReport as CheckReport
-    from locality.data.datasets import check as check
     from locality.data.datasets import open_data as open_data
     from locality.data.decoding import BadImage as BadImage
     from locality.data.loader import Batch as Batch

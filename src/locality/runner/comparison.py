@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from locality.data import open_data
-from locality.data.datasets import verify
+from locality.data.checking import verify
 from locality.data.sources import ImageFingerprint
 from locality.errors import UserError
 from locality.runner.runs import Request, content_folder

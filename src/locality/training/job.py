@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from locality import machine
 from locality.data import DataSplits, open_data
-from locality.data.datasets import MAX_COMPARED, mirror_classes, near_copies, verify
+from locality.data.checking import MAX_COMPARED, mirror_classes, near_copies, verify
 from locality.data.sources import Examined, ImageFingerprint, kept_bytes
 from locality.errors import UserError, wrap_errors
 from locality.models import ImageClassifier, count_macs, count_parameters

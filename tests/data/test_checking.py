@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageOps
 
-from locality.data import DataConfig, check, datasets, open_data
-from locality.data.datasets import verify
+from locality.data import DataConfig, check, checking, open_data
+from locality.data.checking import verify
 from locality.data.sources import imbalance
 from locality.errors import UserError
 
@@ -151,7 +151,7 @@ def test_unused_bits_are_named(tmp_path, monkeypatch, most, ok):
     assert found.ok == ok and (f"--data.grey_bits {bits}" in said) == (bits < 16)
     with contextlib.nullcontext() if ok else pytest.raises(UserError, match=r"--data\.grey_bits 8"):
         assert (f"--data.grey_bits {bits}" in str(verify(open_data(data, 0).val)[0])) == (bits < 16)
-    monkeypatch.setattr(datasets, "MAX_DECODED", 1)
+    monkeypatch.setattr(checking, "MAX_DECODED", 1)
     if not ok:
         with pytest.raises(UserError):
             verify(open_data(data, 0).val)
