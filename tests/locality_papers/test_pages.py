@@ -45,7 +45,11 @@ CLAIMS = {
         ("digits", "yes", "With 5% of the images, is ConViT above DeiT?"),
         ("fashion14", "yes", "With 5% of the images, is ConViT above DeiT?"),
     ],
-    "with 5% of the images ConViT is 3.0 points above DeiT, a plain vision transformer, with 20%": [
+    "With 1 and 20%, too, the CNN is above all three, and CvT above DeiT": [
+        ("photographs", "no", "With .* (ConViT|DeiT|CvT) above the CNN"),
+        ("photographs", "yes", "With .* is CvT-13 above DeiT-S"),
+    ],
+    "ConViT is 3.0 points above DeiT, with 20%": [
         ("photographs", "yes", "With (5|20)% of the images, is ConViT above DeiT"),
     ],
     "with 1% that is not shown": [
@@ -62,6 +66,10 @@ CLAIMS = {
     "fall in the first layer and rise in the last gated one": [
         ("photographs", "yes", "Do gates of the first half fall"),
         ("photographs", "no", "Do gates of the deeper half fall"),
+    ],
+    "a small CNN is above CvT, ConViT and DeiT with every share of the images, and CvT is above": [
+        ("photographs", "no", "With .* (ConViT|DeiT|CvT) above the CNN"),
+        ("photographs", "yes", "With .* is CvT-13 above DeiT-S"),
     ],
     "keeps over half of its accuracy without position: as in the paper": [
         ("photographs", "yes", "Without position in any gated layer"),
