@@ -162,7 +162,9 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def read_rows(
-    path: Path | str, wanted: Mapping[str, Callable[[str], object]] = {}
+    path: Path | str,
+    wanted: Mapping[str, Callable[[str], object]] = {},
+    most: int = LARGEST_TEXT,
 ) -> list[dict[str, str]]:
     """The rows of a CSV file as dictionaries; an unfinished last line is ignored.
 
@@ -174,7 +176,7 @@ def read_rows(
         UserError: for a missing or invalid cell.
     """
     # Cells may be filenames, which need not be UTF-8.
-    text = read_bytes(path).decode(errors="surrogateescape")
+    text = read_bytes(path, most).decode(errors="surrogateescape")
     with wrap_errors(f"{path} is not CSV", csv.Error):
         cells = csv.reader(io.StringIO(text[: text.rfind("\n") + 1]))
         lines = [[*map(without_mark, line)] for line in cells]

@@ -18,6 +18,7 @@ from locality.files import csv_text, read_rows, write_atomic
 
 _COLUMNS = ("index", "path", "label", "prediction", "confidence")
 _BINS = 15
+_MAX_BYTES = 1 << 30  # millions of images
 
 Numbers = npt.NDArray[np.int64]
 
@@ -64,7 +65,7 @@ class Predictions:
         kinds = (int, str, number.__getitem__, number.__getitem__, float)
         cells: dict[str, Any] = dict(zip(_COLUMNS, kinds, strict=True))
         with prefix_errors(sentence):
-            rows = read_rows(path, cells)
+            rows = read_rows(path, cells, _MAX_BYTES)
             if not rows:
                 raise UserError("it has no rows")
             indices, paths, labels, predicted, confidence = (

@@ -349,3 +349,8 @@ def test_scans_are_counted_where_all_are_decoded():
     assert decode(once).size == (64, 64)
     with pytest.raises(BadImage, match="109 scans"):
         decode(often)
+
+
+def test_the_video_of_a_motion_photo_has_no_scans():
+    photo = with_scans(1)
+    assert decode(photo + b"\xff\xda" * 100).tobytes() == decode(photo).tobytes()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from torch.utils.data import TensorDataset
 
 import locality
@@ -27,6 +27,13 @@ class Torchvisions:
 
     def __getitem__(self, index):
         return Image.fromarray(PIXELS[index]), LABELS[index]
+
+
+class Unlabelled(Torchvisions):
+    """With −1 where no class is known, as in Hugging Face's test splits."""
+
+    def __getitem__(self, index):
+        return Image.fromarray(PIXELS[index]), index % 3 - 1
 
 
 def hugging_faces():
@@ -56,6 +63,26 @@ def test_a_dataset_becomes_a_folder_once(form, tmp_path):
     assert np.array_equal(found, [*PIXELS[0::2], *PIXELS[1::2]])
 
 
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("RGB", "jpg"), ("L", "jpg"), ("CMYK", "jpg"), ("RGB", "tif")]
+)
+def test_pictures_are_read_as_from_their_files(mode, kind, tmp_path):
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    paths = [tmp_path / f"photos/{name}/0.{kind}" for name in "ab"]
+    for path in paths:
+        path.parent.mkdir(parents=True)
+        Image.fromarray(PIXELS[0]).convert(mode).save(path, exif=exif)
+    written = write_images(([*map(Image.open, paths)], ["a", "b"]), tmp_path)
+    ours, theirs = (
+        np.asarray(
+            open_data(DataConfig("folder", str(root), exif=True), 0, whole=True).train.read(0)
+        )
+        for root in (written, tmp_path / "photos")
+    )
+    assert ours.shape == (7, 9, 3) and np.array_equal(ours, theirs)
+
+
 def test_splits_keep_their_names(tmp_path):
     folder = write_images({"train": (PIXELS, LABELS), "test": Torchvisions()}, tmp_path)
     assert sorted(path.name for path in folder.iterdir()) == ["train", "val"]
@@ -73,6 +100,8 @@ def test_splits_keep_their_names(tmp_path):
         ((PIXELS, ["a", "b", "a;b", "c"] * 2), "several classes, 'a;b'"),
         ((PIXELS, ["a/b"] * 8), "cannot be a folder's name"),
         ((PIXELS.astype(float), LABELS), "not float64"),
+        ((PIXELS, [None, "a"] * 4), "None, which names none"),
+        (Unlabelled(), "-1, which names none"),
         ({"train": (PIXELS, LABELS)}, "the splits are 'train'"),
         (TensorDataset(TENSORS - 1, torch.tensor(LABELS)), "outside 0 to 1"),
     ],

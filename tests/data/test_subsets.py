@@ -227,6 +227,24 @@ def test_a_group_stays_on_one_side_of_a_split(kind, settings, tmp_path, image_fi
         replace(data, group_by="(")
 
 
+def test_images_without_a_group_stand_alone(tmp_path, image_file, caplog):
+    names = [f"{kind}{seed % 5}_{seed}.png" for seed in range(10) for kind in ("dog", "cat", "x")]
+    rows = ["image,label,person"]
+    for seed, name in enumerate(names):
+        path = image_file(tmp_path / "ab"[seed % 2] / name, seed=seed)
+        rows.append(f"{path.relative_to(tmp_path)},{'ab'[seed % 2]},{'' if seed > 9 else 'one'}")
+    (tmp_path / "labels.csv").write_text("\n".join(rows))
+    data = DataConfig("table", str(tmp_path), val_fraction=0.4, group_column="person")
+    assert len(np.unique(open_data(data, 0, whole=True).train.groups)) == 21
+    data = DataConfig("folder", str(tmp_path), val_fraction=0.4, group_by="(dog.)_|(cat.)_")
+    assert len(np.unique(open_data(data, 0, whole=True).train.groups)) == 20
+    for part in ("train", "val"):
+        shutil.copytree(tmp_path / "a", tmp_path / "split" / part / "a")
+        shutil.copytree(tmp_path / "b", tmp_path / "split" / part / "b")
+    open_data(DataConfig("folder", str(tmp_path / "split"), group_by="(dog4)"), 0)
+    assert "1 groups have images both in training and in validation" in caplog.text
+
+
 def test_copies_among_many_files_are_found_by_their_bytes(
     tmp_path, class_folders, monkeypatch, caplog
 ):

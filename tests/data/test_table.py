@@ -199,6 +199,15 @@ def test_tables_of_hugging_face_are_read(kind, place, tmp_path, image_file):
         opened(tmp_path, label_column="kind")
 
 
+def test_images_beside_splits_are_refused(tmp_path, image_file):
+    names = [f"{part}/{name}.png" for part in ("train", "test", "extra") for name in "ab"]
+    for seed, name in enumerate(names):
+        image_file(tmp_path / name, seed=seed)
+    metadata(tmp_path, "csv", names)
+    with pytest.raises(UserError, match=r"2 images of .* are in no split, others in 'train'"):
+        opened(tmp_path)
+
+
 def test_a_damaged_line_of_json_is_named(twelve):
     (twelve / "metadata.jsonl").write_text('{"file_name": "cat0.png", "label": "a"}\n[1]\n')
     with pytest.raises(UserError, match=r"line 2 of '.*metadata\.jsonl'"):
@@ -207,6 +216,9 @@ def test_a_damaged_line_of_json_is_named(twelve):
     lines = [row % pair for pair in enumerate(("[1]", "[2]", "[1, 2]"))]
     (twelve / "metadata.jsonl").write_text("".join(lines))
     with pytest.raises(UserError, match="several classes, '1;2'"):
+        opened(twelve)
+    (twelve / "metadata.jsonl").write_text("".join([row % (0, "null"), *lines[1:2]]))
+    with pytest.raises(UserError, match="line 1"):
         opened(twelve)
     (twelve / "metadata.jsonl").write_text("".join(lines[:2]))
     assert open_table(DataConfig("table", str(twelve)))[0] == ["1", "2"]

@@ -76,6 +76,14 @@ def test_a_class_without_images_has_no_part_in_the_mean_recall():
     assert found.never == []
 
 
+def test_predictions_of_millions_of_images_are_read(tmp_path):
+    numbers, path = np.zeros(200, np.int64), "x" * 100_000
+    written = Predictions(["a"], np.arange(200), [path] * 200, numbers, numbers, np.ones(200))
+    written.write(tmp_path / "p.csv")
+    assert (tmp_path / "p.csv").stat().st_size > 2e7
+    assert Predictions.read(tmp_path / "p.csv", ["a"]).paths == written.paths
+
+
 @pytest.mark.parametrize("counts", [(20, 20, 20), (50, 9, 1), (1, 1, 30, 0)])
 def test_means_over_classes_are_scikit_learns(counts):
     rng, n = np.random.default_rng(0), sum(counts)

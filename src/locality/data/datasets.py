@@ -143,14 +143,14 @@ def _set_groups(config: DataConfig, sources: Sequence[ImageSource]) -> None:
         return
     pattern, numbers = re.compile(config.group_by or ".*", re.DOTALL), dict[str, int]()
     groups, found, name = list[set[int]](), 0, ""
-    for source in sources:
+    for part, source in enumerate(sources):
         if source.group_names is None and config.group_column is not None:
             raise UserError(f"dataset '{config.dataset}' has no columns; give data.group_by")
         names = (os.path.basename(source.describe(index)) for index in range(len(source)))
         matches = [pattern.search(name := each) for each in source.group_names or names]
         found += len(matches) - matches.count(None)
         keys = [
-            f"alone {index}" if match is None else f"in {(match.groups() or (match[0],))[0]}"
+            f"in {group}" if (group := _first(match)) else f"alone {part} {index}"
             for index, match in enumerate(matches)
         ]
         own = [numbers.setdefault(key, len(numbers)) for key in keys]
@@ -160,6 +160,11 @@ def _set_groups(config: DataConfig, sources: Sequence[ImageSource]) -> None:
         raise UserError(f"data.group_by {config.group_by!r} is not in any name, such as {name}")
     if len(groups) > 1 and (both := groups[0] & groups[1]):
         log_once(f"{len(both):,} groups have images both in training and in validation")
+
+
+def _first(match: re.Match[str] | None) -> str:
+    """The first part that a pattern found; "" if it found none, as in an empty cell."""
+    return next(filter(None, match.groups()), match[0]) if match else ""
 
 
 def _choose(source: ImageSource, choice: Callable[[Indices], Indices]) -> Indices:

@@ -85,7 +85,9 @@ def decode(data: bytes, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
     """
     with _quiet():
         image: Image.Image = _open_image(io.BytesIO(data), decoding)
-        scans = data.count(b"\xff\xda") if image.format in ("JPEG", "MPO") else 0
+        # Not those of a video that follows the image, as in motion photos.
+        segments = _segments(data) if image.format in ("JPEG", "MPO") else ()
+        scans = sum(marker == 0xDA for marker, *_ in segments)
         if scans > _MAX_SCANS:
             raise BadImage(f"the image has {scans:,} scans; up to {_MAX_SCANS} are decoded")
         with _as_bad_image():
@@ -109,7 +111,7 @@ def image_size(data: bytes, decoding: Decoding = DEFAULT_DECODING) -> tuple[int,
     """
     with _quiet():
         image = _open_image(io.BytesIO(data), decoding)
-        turned = decoding.exif and (_orientation(image) or 1) > 4
+        turned = decoding.exif and (orientation(image) or 1) > 4
         return (image.height, image.width) if turned else image.size
 
 
@@ -168,7 +170,8 @@ def _png_bytes(data: bytes) -> int:
     return sum(rows * (1 - (-columns * bits // 8)) for columns, rows in sides if columns > 0)
 
 
-_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
+# Those below C0 have no length.
+_MARKER = re.compile(rb"\xff[\xc0-\xcf\xd8-\xfe]")
 
 
 def _segments(data: bytes) -> Iterator[tuple[int, int, bytes]]:
@@ -261,7 +264,7 @@ def to_rgb(image: Image.Image, decoding: Decoding = DEFAULT_DECODING) -> Image.I
         return convert(image, "RGB")
     original = image
     with _as_bad_image():
-        turn = _TURNS.get(_orientation(image)) if decoding.exif else None
+        turn = _TURNS.get(orientation(image)) if decoding.exif else None
         # Only TIFF has these tags.
         tags = getattr(image, "tag_v2", {})
         signed = image.mode in ("L", "I") and tags.get(TiffImagePlugin.SAMPLEFORMAT) == (2,)
@@ -285,7 +288,7 @@ def to_rgb(image: Image.Image, decoding: Decoding = DEFAULT_DECODING) -> Image.I
         return image
 
 
-def _orientation(image: Image.Image) -> Any:
+def orientation(image: Image.Image) -> Any:
     """The EXIF orientation; None without one.
 
     Pillow's `exif_transpose` fails where a record has other fields that it cannot write back.

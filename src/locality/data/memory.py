@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from torchvision.transforms.functional import to_pil_image
 
+from locality.data.decoding import BadImage, orientation, to_rgb
 from locality.data.folder import check_one_class, class_name, train_and_val
 from locality.errors import UserError, some, wrap_errors
 
@@ -69,17 +70,29 @@ def write_images(images: Any, root: Path) -> Path:
                 if not name or name.startswith(".") or {"/", "\0"} & {*name}:
                     raise UserError(f"the class {label!r} cannot be a folder's name; rename it")
                 names.add(name)
-                content = io.BytesIO()
-                as_picture(image).save(content, "PNG")
+                with wrap_errors(f"image {number}", BadImage):
+                    content = _png(as_picture(image))
                 path = Path(written, part + name, f"{number:07d}.png")
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content.getvalue())
-                digest.update(f"{part}{name}".encode() + content.getvalue())
+                path.write_bytes(content)
+                digest.update(f"{part}{name}".encode() + content)
         check_one_class(names, "the dataset")
         folder = root / digest.hexdigest()[:12]
         if not folder.exists():
             written.rename(folder)
     return folder
+
+
+def _png(picture: Image.Image) -> bytes:
+    """A picture as PNG, with its EXIF orientation; PNG has no CMYK, YCbCr, …"""
+    content, exif = io.BytesIO(), Image.Exif()
+    picture.load()  # turns those of TIFF files
+    if (turn := orientation(picture)) not in (None, 1):
+        exif[ExifTags.Base.Orientation] = turn
+    if picture.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
+        picture = to_rgb(picture)
+    picture.save(content, "PNG", exif=exif or None)
+    return content.getvalue()
 
 
 def _pairs(dataset: Any) -> Iterator[tuple[Any, str]]:
@@ -103,4 +116,6 @@ def _pairs(dataset: Any) -> Iterator[tuple[Any, str]]:
             own = own.item() if hasattr(own, "item") else own
             if isinstance(own, (list, tuple, set, dict)):
                 raise UserError(f"its class is {own!r}; one class an image is accepted")
+            if own is None or (names is not None and not isinstance(own, str) and own < 0):
+                raise UserError(f"its class is {own!r}, which names none; leave such rows out")
             yield picture, str(own) if names is None or isinstance(own, str) else names[own]

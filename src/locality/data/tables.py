@@ -86,8 +86,13 @@ def open_table(config: DataConfig) -> tuple[list[str], FileSource, FileSource | 
         return found
 
     counts = Counter(parts)
-    if None in counts:
+    if [*counts] == [None]:
         return classes, source(None), None
+    if None in counts:
+        raise UserError(
+            f"{counts[None]:,} images of '{path}' are in no split, others in "
+            f"{some(filter(None, counts))}; give all a split, in a column of that name"
+        )
     picked = train_and_val(filter(None, counts))
     if len(picked) < 2:
         raise UserError(f"the column split of '{path}' needs train and val; it has {[*counts]}")
@@ -223,7 +228,9 @@ def _json_rows(path: Path, text: Iterable[str]) -> Iterator[tuple[int, list[str]
 
 
 def _cell(value: Any) -> str:
-    return ";".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return ";".join(map(str, value))
+    return "" if value is None else str(value)
 
 
 # -- Parquet and Arrow -----------------------------------------------------------------------------
@@ -318,7 +325,8 @@ def open_arrow(config: DataConfig) -> tuple[list[str], ImageSource, ImageSource 
         if (group := config.group_column) is not None:
             if group not in rows.features:
                 raise UserError(f"{where} has no column {group}; it has {some(rows.features)}")
-            source.group_names = [str(value) for value in rows.data.column(group).to_pylist()]
+            values = rows.data.column(group).to_pylist()
+            source.group_names = ["" if value is None else str(value) for value in values]
         opened.append(source)
     return classes, opened[0], opened[1] if len(opened) > 1 else None
 
