@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import locality
-from locality.checkpoints import KEY_MAPS, convert, load_weights, read, save
+from locality.checkpoints import KEY_MAPS, convert, load_weights, open_model, read, save
 from locality.checkpoints.formats import recognise
 from locality.errors import UserError
 from locality.models import build
@@ -167,6 +167,22 @@ def test_the_description_travels_inside_the_file(tmp_path):
     checkpoint = read(lone)
     assert checkpoint.describe() == described
     assert checkpoint.classes == tuple(f"digit {i}" for i in range(10))
+
+
+def test_classes_of_one_name_are_both_named(tmp_path):
+    opened = open_model(save(build("convit_nano", num_classes=3), tmp_path, classes=[*"aab"]))
+    shares = opened.top_classes(torch.tensor([0.1, 0.7, 0.2]), 3)
+    assert [*shares] == ["a", "b", "a (0)"] and sum(shares.values()) == pytest.approx(1)
+
+
+def test_classes_join_those_of_weights_in_half_precision(tmp_path, randomise):
+    held = randomise(build("convit_nano", num_classes=2))
+    convert(
+        save(held, tmp_path / "held", classes=["a", "c"]), tmp_path / "h.safetensors", half=True
+    )
+    model = build("convit_nano", num_classes=3)
+    load_weights(model, tmp_path / "h.safetensors", classes=["a", "b", "c"])
+    assert torch.equal(model.head.weight[[0, 2]], held.head.weight.half().float())
 
 
 def test_weights_of_no_name_need_one(tmp_path):

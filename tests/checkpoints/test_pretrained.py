@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from timm.data import resolve_model_data_config
 
 from locality.checkpoints import (
     SOURCES,
@@ -32,6 +33,13 @@ def weights(tmp_path, randomise) -> tuple[Path, torch.nn.Module]:
     """A saved ConViT with random weights everywhere, and the model."""
     model = randomise(create_model(NANO))
     return save(model, tmp_path / "weights"), model
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_data_configuration_is_that_of_the_model(channels):
+    model = create_model("convit_photo.tiny_in200", img_size=96, in_chans=channels)
+    data = resolve_model_data_config(model)
+    assert data["input_size"] == (channels, 96, 96) and len(data["mean"]) == channels
 
 
 def test_every_source_names_a_model_and_a_tag():

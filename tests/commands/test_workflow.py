@@ -185,7 +185,7 @@ def test_mirror_images_are_averaged(run, images, cli):
 def test_a_class_map_names_the_outputs_of_weights_without_names(run, tmp_path, cli, class_folders):
     cli("convert", run, tmp_path / "w.pth", "--to", "timm")
     names = [f"class {number}" for number in (3, 1, 4, 0, 5, 9, 2, 6, 8, 7)]
-    (tmp_path / "map.txt").write_text("\n".join(names))
+    (tmp_path / "map.txt").write_text("\n".join(names), "utf-8-sig")  # as Windows writes it
     class_folders(tmp_path / "photos", dict.fromkeys(names, 1), size=(8, 8))
     weights = (tmp_path / "w.pth", "--variant", "convit_nano", "--class_map", tmp_path / "map.txt")
     (row,) = cli(

@@ -226,7 +226,11 @@ class Classifier:
         """Probabilities of one image, (classes,) → {class: probability} of the `top` largest."""
         best = probabilities.topk(min(top, len(probabilities)))
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        return {self.label(index): value for index, value in pairs}
+        found: dict[str, float] = {}
+        for index, value in pairs:
+            name = self.label(index)  # two of ImageNet's classes are called "crane"
+            found[f"{name} ({index})" if name in found else name] = value
+        return found
 
     def flipped(self) -> Classifier:
         """The same model with test-time augmentation, see `Flipped`."""
@@ -379,9 +383,11 @@ def create_model(
         weights = row.name if pretrained else weights
     model = factory.build(row.model if row else name, img_size=img_size, **overrides)
     known = None if row is None else row.preprocessing
-    if isinstance(model, TimmModel) and (known := timm_preprocessing(model.config.data_config())):
-        known = known.at(model.img_size)
-    set_data_config(model, known or Preprocessing.imagenet(model.img_size, model.in_chans))
+    if isinstance(model, TimmModel):
+        known = timm_preprocessing(model.config.data_config())
+    if known is None or len(known.mean) != model.in_chans:
+        known = Preprocessing.imagenet(model.img_size, model.in_chans)
+    set_data_config(model, known.at(model.img_size))
     if weights is not None:
         changes = load_weights(model, weights, entry)
         if changes and img_size is None and "num_classes" not in overrides:

@@ -285,7 +285,11 @@ def load_weights(
     checkpoint = read(what, entry=entry, like=target)
     with prefix_errors(what):
         fresh = model.state_dict()
-        state = dict(checkpoint.state)
+        # Weights may be stored in fp16.
+        state = {
+            name: tensor.to(fresh[name].dtype) if name in fresh else tensor
+            for name, tensor in checkpoint.state.items()
+        }
         changes = _classifier(state, checkpoint, target, fresh, classes)
         for adapt in (_channels, resample_pos_embeds):
             changes += adapt(state, checkpoint.config, target, fresh)

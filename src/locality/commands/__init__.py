@@ -270,7 +270,7 @@ class GivenModel:
     def class_names(self) -> list[str] | None:
         """The lines of `--class_map`."""
         file = self._options.class_map
-        return None if file is None else read_text(file).splitlines()
+        return None if file is None else read_text(file).removeprefix("\ufeff").splitlines()
 
 
 @cache  # a second model would otherwise halve the threads again
