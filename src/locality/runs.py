@@ -204,6 +204,12 @@ class Run:
         return files.read_shaped(self.measures_file, _MEASURES, {})
 
     @property
+    def probes(self) -> bool:
+        """Whether it began with a linear probe, which few passes only refine."""
+        optim = self.config.get("optim") or {}
+        return bool(optim.get("probe") or optim.get("freeze"))
+
+    @property
     def passes(self) -> float:
         """How many times each image was trained on; infinite of a linear probe."""
         batch = self.config.get("engine", {}).get("batch_size", 64)

@@ -81,6 +81,12 @@ def test_a_network_without_attention_is_refused_and_others_are_recorded(run, tmp
     (folders[1] / "measures.json").unlink(missing_ok=True)
     (refused,) = record_missing(folders)
     assert refused.startswith(str(folders[0]))
+    moved = tiny_config(weights=str(folders[1]))
+    train(moved, tmp_path / "tuned", quiet=True)
+    folders[1].rename(tmp_path / "elsewhere")
+    (refused,) = record_missing([tmp_path / "tuned"])
+    assert "does not exist" in refused
+    (tmp_path / "elsewhere").rename(folders[1])
     assert (folders[1] / "measures.json").exists()
 
 

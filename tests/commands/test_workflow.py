@@ -453,6 +453,10 @@ def test_images_that_are_not_square_from_training_to_fine_tuning(tmp_path, class
     cli("train", photos, *short, *words)
     cli("convert", runs[0], tmp_path / "saved")
     cli("finetune", photos, *short, "--from", tmp_path / "saved", "--output", runs[1])
+    (tmp_path / "other").mkdir()
+    cli("convert", runs[0], tmp_path / "other/saved")
+    words = ["--from", tmp_path / "other/saved", "--output", runs[1]]
+    assert "was started with weights" in cli("finetune", photos, *short, *words, code=2).err
     for run in runs:
         assert read_config(run).model.img_size == (16, 32)
     found = cli("eval", runs[1], "--img_size", "[32,32]", "--json").out

@@ -83,6 +83,15 @@ def test_a_number_has_one_interval_on_the_page(compared):
         assert high - low == pytest.approx(2 * row.accuracy.half_width)
 
 
+def test_few_passes_after_a_probe_are_no_fault(make_run):
+    for probe in (True, False):
+        few = {"optim.probe": probe, "engine.batch_size": 1}
+        folder = make_run("convit_nano", 1.0, 0, f"{probe}", settings=few, top1=12.0)
+        (one,) = group(read_runs([folder]))
+        said = one.below(1.0, {"chance": estimate([50.0])})
+        assert ("hardly been trained" in said) != probe
+
+
 def test_folds_share_images_and_their_intervals_are_wider(compared):
     rows = rows_of(compared(fold=3, cvt_nano=180, convit_micro=150)[1])
     values = list(rows[0].group.top1(1).values())

@@ -73,7 +73,7 @@ def test_folds_evaluate_every_image_once(asked, here):
 
 
 def test_weights_are_fine_tuned(tiny_config, tmp_path, asked):
-    models = [str(tmp_path / name / "donor") for name in ("one", "other")]
+    models = [str(tmp_path / name) for name in ("one", "other")]
     for seed, folder in enumerate(models):
         train(tiny_config(seed=seed), folder, quiet=True)
     runs = asked(models=models, pretrained=True)
@@ -90,6 +90,7 @@ def test_what_cannot_be_compared_is_refused(photos, asked, tmp_path):
         ({"fractions": (0.01, 1.0)}, "without images"),
         ({"models": ("convit_nano", "convit_nan")}, "convit_nano"),
         ({"models": (str(tmp_path / "none"), "timm/test_resnet"), "pretrained": True}, "none"),
+        ({"models": ("one/donor", "other/donor"), "pretrained": True}, "the same file name"),
     ):
         with pytest.raises((UserError, OSError), match=named):
             asked(**changes)

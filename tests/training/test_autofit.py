@@ -135,7 +135,11 @@ def test_one_word_trains_and_the_same_word_goes_on(tmp_path, monkeypatch, capsys
     assert (config.recipe, config.data.exif) == ("photos", True)
     assert main(words) == 0
     assert read_run(words[1:])[0].config == config
-    assert read_run(["--config", str(folder / "config.yaml")])[0].config == config
+    again = ["--config", str(folder / "config.yaml")]
+    assert read_run(again)[0].config == config
+    assert read_run([*again, "--minutes", "9"])[0].config.schedule.decay is None
+    for _ in range(2):  # the second finds it finished
+        assert main(["train", *again, "--output", "again"]) == 0
     assert main([*words[:2], "--minutes", "9", "--output", str(folder)]) == 2
     assert "0.1 minutes" in capsys.readouterr().err
     # Another model has another folder.

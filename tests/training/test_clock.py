@@ -116,6 +116,18 @@ def test_a_stopped_run_is_the_run_that_was_not_with_its_decay(
     assert_same_run(tmp_path / "late", tmp_path / "whole")
 
 
+def test_a_resumed_run_has_the_minutes_that_are_left(tmp_path, stop_before, slow_clock):
+    config = timed()
+    for step in (3, 5, 8):
+        stop_before(step)
+        train_interrupted(config, tmp_path / "run")
+    stop_before(None)
+    train(config, tmp_path / "run")
+    train(config, tmp_path / "whole")
+    (_, stopped), (_, whole) = decided(tmp_path / "run"), decided(tmp_path / "whole")
+    assert stopped < whole  # each start takes time
+
+
 def test_a_decay_that_was_edited_is_refused(tmp_path, stop_before, slow_clock):
     config, run = timed(), Run(tmp_path / "run")
 

@@ -25,7 +25,7 @@ from locality.settings import replace
 from locality.training import RunConfig, initial_model, load_run
 from locality.training.autofit import probed_sizes
 from locality.training.job import Job
-from locality.training.probe import extract, fit_probe, probe_run
+from locality.training.probe import _folds, extract, fit_probe, probe_run
 from locality.training.recipes import recipe
 from locality.transformers import from_locality
 
@@ -131,6 +131,21 @@ def test_few_images_of_a_class_have_fewer_folds():
         assert 0 <= fit_probe(rows, np.array(labels), 5).top1 <= 100
     with pytest.raises(UserError, match="no class has two"):
         fit_probe(rows, np.arange(6), 6)
+    rows = np.random.default_rng(0).normal(size=(201, 5))
+    assert fit_probe(rows, np.array([0] * 200 + [1]), 2).top1 == 100
+
+
+def test_the_folds_of_very_many_classes_have_two_images_of_each():
+    folds = _folds(np.repeat(np.arange(1200), 5))
+    assert len(folds) == 2 and all(len(train) == len(test) == 1200 for train, test in folds)
+
+
+def test_the_first_image_may_be_damaged(class_folders, tmp_path, cli):
+    photos = class_folders(tmp_path / "photos", {"a": 9, "b": 9}, size=(16, 16))
+    cut = photos / "a/000.png"
+    cut.write_bytes(cut.read_bytes()[:60])
+    words = ["--model", "cvt_pico", "--minutes", "0.2", "--freeze", "backbone"]
+    assert "linear probe" in cli("train", photos, *words, "--output", tmp_path / "run").err
 
 
 @pytest.mark.parametrize(

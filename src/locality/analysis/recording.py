@@ -141,7 +141,7 @@ def record_missing(folders: Iterable[Path]) -> list[str]:
             if not all(file.exists() for file in wanted):
                 try:
                     record(run.path)
-                except UserError as error:
+                except (OSError, UserError) as error:
                     refused.append(f"{run.path}: {one_line(error)}")
         record_baselines(run.path for run in finished)
     return refused

@@ -5,6 +5,7 @@ A pair of groups is a ConViT and the DeiT of its size, with their paired differe
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -97,7 +98,8 @@ class RunGroup:
     def below(self, fraction: float, baselines: Mapping[str, Estimate]) -> str:
         """The baselines above the accuracy on this fraction; see `baselines.below`."""
         means = {name: baseline.mean for name, baseline in baselines.items()}
-        passes = min(run.passes for run in self.at(fraction))
+        trained = [run for run in self.at(fraction) if not run.probes]
+        passes = min((run.passes for run in trained), default=math.inf)
         return below(self.label_at(fraction), self.over_runs(fraction).mean, means, passes)
 
 

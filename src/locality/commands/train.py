@@ -182,6 +182,9 @@ def read_run(
     name = asked if asked else labelled if labelled in RECIPES else "digits"
     if asked and "recipe" in given and labelled != name:
         raise UserError(f"two recipes given: '{name}', and '{labelled}' in {options.config[-1]}")
+    minutes = given.get("schedule.minutes")
+    if "schedule.decay" in given and parser.settings.get("schedule.minutes", minutes) != minutes:
+        del given["schedule.decay"]  # that of a file is of its own minutes
     given |= parser.settings
     return prepare(name, given, options.output, options.quiet, check), options
 
@@ -297,7 +300,7 @@ def resumed(run: Path, given: Mapping[str, Any], check: bool = False) -> Job:
     """
     begun = read_config(run)
     # Compared before they are applied, as old and new settings may exclude each other.
-    before = flatten(to_dict(begun))
+    before = converted(flatten(to_dict(begun)))
     changed = {name: value for name, value in given.items() if value != before.get(name)}
     if "model.name" in changed:
         raise UserError(f"{run} is a run of {begun.model.name}; use another --output")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections.abc import Sequence
@@ -100,7 +101,8 @@ def build_comparison(folders: Sequence[Path], output: Path | str) -> tuple[Path,
     best = rows[0].group
     baselines = baselines_at(groups, 1.0)
     below = best.below(1.0, baselines)
-    passes = min(run.passes for one in groups for run in one.at(1.0))
+    trained = [run for one in groups for run in one.at(1.0) if not run.probes]
+    passes = min((run.passes for run in trained), default=math.inf)
     chosen = max(best.at(1.0), key=lambda run: float(run.result["top1"]))
     said = conclusion(rows)
     remarks = [

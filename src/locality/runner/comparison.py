@@ -12,7 +12,7 @@ from typing import Any
 from locality.data import open_data
 from locality.data.checking import verify
 from locality.data.sources import ImageFingerprint
-from locality.errors import UserError
+from locality.errors import UserError, some
 from locality.runner.runs import Request, content_folder
 from locality.runs import Run
 from locality.settings import replace
@@ -63,6 +63,11 @@ def comparison_runs(
     models = list(dict.fromkeys(models or (PRETRAINED if pretrained else SCRATCH)))
     if len(models) < 2:
         raise UserError(f"a comparison needs two models, not {len(models)}")
+    if pretrained and len({Path(model).name for model in models}) < len(models):
+        raise UserError(
+            f"two of the weights {some(models)} have the same file name, by which runs are told "
+            f"apart; rename one"
+        )
     if 1.0 not in fractions:
         raise UserError("fractions must include 1: models are compared on all images")
     if folds == 1:
@@ -102,7 +107,7 @@ def comparison_runs(
                 changes = {"seed": number, "data.fraction": fraction}
                 config = replace(base, changes | ({"data.fold": (number, folds)} if folds else {}))
                 title = f"{model} {100 * fraction:g}% {'fold' if folds else 'seed'} {number}"
-                # One folder per model, as the digest identifies weights by file name only.
+                # One folder per model.
                 own = folder / "runs" / model.replace("/", "-")
                 runs.append(Request(title, config, content_folder(own, config)))
     _check_images(runs)

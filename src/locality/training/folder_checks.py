@@ -59,6 +59,17 @@ def existing_folder(folder: Path) -> Path:
 
 def check_same(folder: Path, before: RunConfig, now: RunConfig) -> None:
     """Check that the settings with which a run started have not changed."""
+    # Of files that may have moved, the identity has only the names.
+    for name, old, new in (
+        ("weights", before.weights, now.weights),
+        ("objective.teacher", before.objective.teacher, now.objective.teacher),
+    ):
+        paths = [Path(each) for each in (old, new) if each is not None and Path(each).exists()]
+        if len(paths) == 2 and not paths[0].samefile(paths[1]):
+            raise UserError(
+                f"run folder {folder} was started with {name} {old}, not {new}; choose another "
+                f"folder (--output)"
+            )
     shown = partial(json.dumps, ensure_ascii=False)
     changed = "; ".join(
         f"{name}: {shown(old)} there, {shown(new)} now"

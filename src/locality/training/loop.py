@@ -85,8 +85,7 @@ class Loop:
         self._saved = self.state.step or -1  # step of the last checkpoint; step 0 has none
         self._begun = self._saved_at = time.perf_counter()
         self._first_step, self._evaluation = self.state.step, 0.0  # seconds of the last one
-        # Seconds of training before this process.
-        self._spent = self.recorder.seconds if self.fabric.is_global_zero else 0.0
+        self._spent = self.state.spent  # before this process
         self._input = self.config.input.at(run.img_size)
         self._loading: dict[str, Any] = {
             "rank": fabric.global_rank,
@@ -345,6 +344,8 @@ class Loop:
 
     def _save(self) -> None:
         self.collectives.all_gather(self.state.skipped)
+        if self.config.schedule.minutes is not None:
+            self.state.spent = self._spent + time.perf_counter() - self.started
         if self.fabric.is_global_zero:
             checkpoint = {"step": self.state.step, "progress": asdict(self.state)}
             checkpoint |= {"config": identity(self.config, "resume")}

@@ -175,6 +175,8 @@ def extract(
     for batch in loader:
         rows.append(model.features(batch.images.to(device)).double().cpu().numpy())
         labels.append(batch.targets.numpy())
+    if not rows:  # no image can be read
+        return np.empty((0, 0)), np.empty(0, dtype=np.int64)
     return np.concatenate(rows), np.concatenate(labels)
 
 
@@ -215,12 +217,14 @@ def fit_probe(rows: Floats, labels: Labels, num_classes: int, balanced: bool = F
 
 def _folds(labels: Labels) -> list[tuple[Any, Any]]:
     """(training, test) indices of a cross-validation, of at most `_COMPARED_IMAGES` images."""
-    chosen = evenly(labels, _COMPARED_IMAGES)
+    chosen = evenly(labels, max(_COMPARED_IMAGES, 2 * len(np.unique(labels))))
     count = min(_FOLDS, int(np.bincount(labels[chosen]).max()))
     folds = StratifiedKFold(count, shuffle=True, random_state=0)
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # of small classes
         pairs = folds.split(chosen, labels[chosen])
-        return [(chosen[train], chosen[test]) for train, test in pairs]
+        found = [(chosen[train], chosen[test]) for train, test in pairs]
+    # Without the fold that tests the only image of one of two classes.
+    return [(train, test) for train, test in found if len(np.unique(labels[train])) > 1]
 
 
 def _linear(

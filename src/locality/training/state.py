@@ -32,6 +32,7 @@ class TrainState:
         best: the best evaluation, if the run keeps its best weights.
         skipped: images that could not be read, name → reason.
         decay: `schedule.decay`, once the clock has set it.
+        spent: of a run of minutes, the seconds since its start, without those between processes.
     """
 
     step: int = 0
@@ -43,6 +44,7 @@ class TrainState:
     best: dict[str, Any] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     decay: tuple[int, int] | None = None
+    spent: float = 0.0
 
 
 class Components:
