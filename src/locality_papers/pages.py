@@ -181,6 +181,7 @@ HEADLINES = {
     "With 100% of the images, is ConViT above DeiT?": "convit/table-2",
     "Is CvT-13 above DeiT-S?": "cvt/table-3",
     "Does masking position embeddings cost DeiT more than ConViT?": "convit/table-5",
+    "Trained without position embedding, does DeiT lose more than CvT?": "cvt/table-5",
     "Do gates of the deeper half fall?": "convit/figure-6",
     "Does masking content cost more than masking position?": "convit/table-6",
     "Patches each in its own order: do gates fall?": "beyond/shuffled",

@@ -71,6 +71,17 @@ CLAIMS = {
         ("photographs", "no", "With .* (ConViT|DeiT|CvT) above the CNN"),
         ("photographs", "yes", "With .* is CvT-13 above DeiT-S"),
     ],
+    "Trained without position embeddings, CvT loses less than a point, DeiT": [
+        ("photographs", "yes", "Does CvT lose less than a point without position embeddings"),
+        ("photographs", "yes", "Trained without position embedding, does DeiT lose"),
+    ],
+    "convolutional embedding and projection are above patches and linear: as in the paper": [
+        ("photographs", "yes", "Is convolutional embedding above patches"),
+        ("photographs", "yes", "Is convolutional projection above linear"),
+    ],
+    "Otherwise than there, squeezed keys and values cost two points": [
+        ("photographs", "no", "Does squeezing keys and values cost less than a point"),
+    ],
     "keeps over half of its accuracy without position: as in the paper": [
         ("photographs", "yes", "Without position in any gated layer"),
         ("photographs", "yes", "Do ConViT's first and last gated layers leave locality"),
