@@ -63,13 +63,14 @@ def test_help_fits_a_screen_and_names_the_rest(capsys):
     [
         ("--help <&- >&- 2>&-", 0, ""),
         ("--help >/dev/full", 2, "No space left"),
+        ("predict --help >/dev/full", 2, "No space left"),
         ("trian 2>/dev/full", 2, ""),
         ("trian 2>&1 >&- | cat", 2, "trian"),
         ("recipes digits 2>&1 | true", 141, ""),
     ],
 )
 def test_streams_that_are_closed_or_full(command, code, said):
-    done = shell(f"set -o pipefail; {LOCALITY} {command}")
+    done = shell(f"unset PYTHONUNBUFFERED; set -o pipefail; {LOCALITY} {command}")
     assert done.returncode == code, done.stderr
     assert said in done.stdout + done.stderr and "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr

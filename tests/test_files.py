@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from locality.errors import UserError
+from locality.errors import UserError, printable
 from locality.files import (
     atomic_file,
     csv_text,
@@ -140,3 +140,9 @@ def test_a_full_disk_names_the_file(fail, tmp_path, monkeypatch):
 def test_an_error_of_another_file_keeps_its_name(tmp_path):
     with pytest.raises(OSError, match="other"), atomic_file(tmp_path / "page.html"):
         read_yaml(tmp_path / "other.yaml")
+
+
+def test_only_what_no_language_writes_is_escaped():
+    for text in ("خانه\u200cها", "👨\u200d👩\u200d👧", "柴\u3000犬", "10.00\u202fAM"):
+        assert printable(text) == text
+    assert printable("a\x1b\u202e\n") == r"a\x1b\u202e\n"

@@ -52,9 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     _open_streams()
     try:
-        code = _answer(given)
-        sys.stdout.flush()
-        return code
+        try:
+            return _answer(given)
+        finally:  # also after --help, which exits
+            sys.stdout.flush()
     except BrokenPipeError:
         # The reader, for example `head`, has closed the pipe.
         code = 141

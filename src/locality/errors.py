@@ -9,11 +9,13 @@ import importlib.util
 import re
 import signal
 import sys
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
 T = TypeVar("T")
 
+_JOINERS = "\u200c\u200d"
 # Characters of a message; quoted text may be longer.
 _LONGEST = 2000
 # Up to this many known names are listed even if there is a near match.
@@ -67,11 +69,18 @@ def prefix_errors(what: object) -> contextlib.AbstractContextManager[None]:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """`text` with control characters escaped, which filenames may contain."""
+    """`text` with control characters escaped, which filenames may contain.
+
+    Spaces of any width and joiners, which Persian, Hindi and emoji are written with, are kept.
+    """
     if text.isprintable():
         return text
+    keep += _JOINERS
     return "".join(
-        letter if letter.isprintable() or letter in keep else ascii(letter)[1:-1] for letter in text
+        letter
+        if letter.isprintable() or letter in keep or unicodedata.category(letter) == "Zs"
+        else ascii(letter)[1:-1]
+        for letter in text
     )
 
 

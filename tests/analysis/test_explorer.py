@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+from dataclasses import replace
 
 import matplotlib
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from locality.analysis.explorer import DECADES, write_explorer
+from locality.analysis.explorer import DECADES, explorer_page, write_explorer
 from locality.analysis.measures import token_distances
 from locality.analysis.taps import capture
 from locality.checkpoints import Classifier, Preprocessing
@@ -222,6 +223,12 @@ def test_keys_on_coarser_grids(open_ready, shaken, tmp_path):
         # Uniform attention from this patch is at 1; the tiles of one layer are labelled.
         labels.append(f"head 1 · distance {distance / away.mean():.2f} × uniform")
     assert sum(label in page.inner_text("body") for label in labels) == 1
+
+
+def test_each_model_has_the_part_of_the_image_that_it_sees(subjects, images):
+    cut = replace(subjects[2], preprocessing=replace(SMALL, crop_pct=0.5))
+    for other, own in ((subjects[1], "{}"), (cut, '{"1":"data:image/png')):
+        assert f'"own":{own}' in explorer_page([subjects[0], other], images[:1])
 
 
 def test_bad_input(subjects, images, tmp_path):

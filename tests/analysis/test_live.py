@@ -106,6 +106,15 @@ def test_logits_and_every_map_are_those_of_pytorch(open_ready, file, trained, ex
             assert_equal(page, subject, number, image, example, gate)
 
 
+def test_probabilities_have_the_temperature(open_ready, trained, examples, tmp_path):
+    (_, image), *_ = examples
+    warm = replace(trained[0], temperature=3.0)
+    page = open_ready(write_page(tmp_path / "live.html", live_page([warm], [image])))
+    found = page.evaluate("[...live.forward(live.models[0], live.examples[0]).probabilities]")
+    expected = warm.probabilities(warm.logits(warm.prepare([image])))[0]
+    np.testing.assert_allclose(found, expected.numpy(), atol=1e-3)
+
+
 def test_the_strength_of_locality_scales_positions(open_ready, file, trained, examples):
     page = open_ready(file)
     for strength in (0.0, 0.5, 4.0):

@@ -52,8 +52,11 @@ def test_calibrated_probabilities_are_one_everywhere(run, images, tmp_path, cli)
 
     shutil.copytree(run, tmp_path / "run")
     before = json.loads(cli("eval", tmp_path / "run", "--json").out)
-    assert "temperature" in cli("eval", tmp_path / "run", "--calibrate").err
-    after = json.loads(cli("eval", tmp_path / "run", "--json").out)
+    files = [tmp_path / "now.csv", tmp_path / "later.csv"]
+    words = ("eval", tmp_path / "run", "--predictions")
+    assert "temperature" in cli(*words, files[0], "--calibrate").err
+    after = json.loads(cli(*words, files[1], "--json").out)
+    assert files[0].read_text() == files[1].read_text()
     assert after["top1"] == before["top1"]
     kept = json.loads((tmp_path / "run/calibration.json").read_text())["temperature"]
     assert kept != 1 and open_model(tmp_path / "run").temperature == kept

@@ -83,6 +83,15 @@ def test_a_number_has_one_interval_on_the_page(compared):
         assert high - low == pytest.approx(2 * row.accuracy.half_width)
 
 
+def test_a_difference_may_be_below_zero(compared, tmp_path):
+    runs, groups = compared(convit_nano=180, deit_nano=179)
+    behind = rows_of(groups)[1].behind
+    assert behind.low < 0 < behind.mean
+    path, _ = build_comparison([runs], tmp_path / "comparison.html")
+    (cell,) = re.findall(r'Behind the best">(\d[^<]*)<', path.read_text())
+    assert cell == f"{behind.mean:.1f} ± {behind.half_width:.1f}"
+
+
 def test_few_passes_after_a_probe_are_no_fault(make_run):
     for probe in (True, False):
         few = {"optim.probe": probe, "engine.batch_size": 1}

@@ -94,6 +94,8 @@ def explorer_page(
     images = [to_rgb(image, subjects[0].preprocessing.decoding) for image in images]
     observed = [_observe(subject, subject.prepare(images)) for subject in subjects]
     models = [about for about, _ in observed]
+    cuts = [subject.preprocessing for subject in subjects]
+    otherwise = {number: cut for number, cut in enumerate(cuts) if _part(cut) != _part(cuts[0])}
     shown = [high_resolution_crop(image, subjects[0].preprocessing) for image in images]
     known = known_labels(labels, subjects)
     pictures = [
@@ -101,6 +103,11 @@ def explorer_page(
             "source": data_url(np.asarray(picture)),
             "name": names[index] if names else f"image {index + 1}",
             "label": known[index] if known else None,
+            # Other models' parts of the image, if they cut it otherwise.
+            "own": {
+                number: data_url(np.asarray(high_resolution_crop(images[index], cut)))
+                for number, cut in otherwise.items()
+            },
         }
         for index, picture in enumerate(shown)
     ]
@@ -151,6 +158,12 @@ def check_count(subjects: Sequence[Classifier], images: Sequence[Image.Image]) -
         raise UserError(f"a page shows 1 to {_MAX_MODELS} models, not {len(subjects)}")
     if not images:
         raise UserError("no images given")
+
+
+def _part(preprocessing: Preprocessing) -> tuple[float, str, float]:
+    """What decides which part of an image a model sees."""
+    height, width = preprocessing.size
+    return preprocessing.crop_pct, preprocessing.crop_mode, height / width
 
 
 def render_page(
@@ -212,6 +225,7 @@ def _observe(subject: Classifier, batch: Tensor) -> tuple[dict[str, Any], list[b
         prefix = "first register" if has_none else "class token"
     about = {
         "label": subject.name,
+        "size": list(subject.preprocessing.size),
         "prefix": prefix,
         "family": family_of(getattr(model, "variant", None)),
         "layers": list(layers.values()),
@@ -362,6 +376,7 @@ def _describe(subject: Classifier) -> tuple[dict[str, Any], bytes]:
         "size": list(preprocessing.size),
         "mean": list(preprocessing.mean),
         "std": list(preprocessing.std),
+        "temperature": subject.temperature,
         "kind": config.positional_attention if config.gpsa_layers else "sa",
         "patch": config.patch_size,
         "grid": list(grid),

@@ -22,7 +22,7 @@ from locality.commands import GivenModel, Parser, images_at, page_in, report_unr
 from locality.data.config import DataConfig, Decoding
 from locality.data.folder import check_root, image_files, read_image, short_name
 from locality.data.sources import ImageFingerprint
-from locality.errors import UserError, one_line, printable, require, some
+from locality.errors import UserError, one_line, printable, require, some, wrap_errors
 from locality.files import check_output, check_parent, csv_text, missing, write_atomic
 from locality.runs import Run
 from locality.settings import replace
@@ -42,6 +42,7 @@ _WHOLE = {f"data.{name}": getattr(DataConfig(), name) for name in _RESTRICTIONS.
 _READING = {"dataset", "allow_outside", "grey_bits", "exif"}
 _READING |= {"label", "image_column", "label_column", "group_column", "group_by"}
 _SIZE = "side in pixels, or [height,width]"
+_REFUSED = "the model does not take images of this size"  # timm's refuse by an assertion
 _TTA = "average over an image and its mirror image"
 UNKNOWN = "unknown"
 """The prediction for an image below `predict --threshold`."""
@@ -220,16 +221,13 @@ def evaluate(arguments: Sequence[str]) -> None:
         if options.calibrate:
             kept.append((logits.cpu(), batch.targets))
         if options.predictions:
-            probabilities = opened.probabilities(logits).cpu()
-            seen.extend(zip(batch.indices, batch.targets, probabilities, strict=True))
+            seen.extend(zip(batch.indices, batch.targets, logits.cpu(), strict=True))
 
     how = {name: getattr(options, name) for name in ("img_size", "batch_size", "precision")}
     how |= {"splits": splits, "on_batch": keep, "tta": options.tta is not None}
-    result = training.evaluate_opened(opened, chosen, **how)
+    with wrap_errors(_REFUSED, AssertionError):
+        result = training.evaluate_opened(opened, chosen, **how)
     classes = opened.classes or splits.classes
-    if options.predictions:
-        rows = ((splits.val.describe(i), classes[k], each) for i, k, each in seen)
-        write_atomic(options.predictions, predictions_csv(["path", "label"], classes, rows))
     predictions = collector.predictions(splits.val, classes)
     if options.calibrate:
         error = predictions.calibration()[1]
@@ -241,6 +239,12 @@ def evaluate(arguments: Sequence[str]) -> None:
             f"half of the images at the other half's temperature"
         )
         predictions = fitted
+        opened = dataclasses.replace(opened, temperature=temperature)
+    if options.predictions:
+        rows = (
+            (splits.val.describe(i), classes[k], opened.probabilities(each)) for i, k, each in seen
+        )
+        write_atomic(options.predictions, predictions_csv(["path", "label"], classes, rows))
     if options.json:
         known = ("name", "images", "recall", "precision", "f1")
         by_class = [{name: row[name] for name in known} for row in predictions.per_class()]
@@ -342,13 +346,14 @@ def explore(arguments: Sequence[str]) -> None:
             dataclasses.replace(one, preprocessing=one.preprocessing.at(size)) for one in subjects
         ]
     names, labels, images = zip(*shown, strict=True)
-    if options.live:
-        digits = models[0].kind == "run" and models[0].config.data.dataset == "digits"
-        page = write_page(output, live_page(subjects, images, labels, digits, names=names))
-    elif options.npz:
-        page = write_maps(subjects, images, output, names)
-    else:
-        page = write_explorer(subjects, images, output, names, labels)
+    with wrap_errors(_REFUSED, AssertionError):
+        if options.live:
+            digits = models[0].kind == "run" and models[0].config.data.dataset == "digits"
+            page = write_page(output, live_page(subjects, images, labels, digits, names=names))
+        elif options.npz:
+            page = write_maps(subjects, images, output, names)
+        else:
+            page = write_explorer(subjects, images, output, names, labels)
     print(page.absolute())
 
 

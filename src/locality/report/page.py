@@ -440,6 +440,7 @@ FILTERS: dict[str, Any] = {
     "breakable": breakable,
     "names": join_names,
     "percent": charts.percent,
+    "difference": format_estimate,
     "interval": format_share,
     "minus": minus,
     "range": format_range,

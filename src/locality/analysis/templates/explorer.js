@@ -189,8 +189,8 @@ function buildModels() {
     });
     const most = Math.max(...model.layers.map((layer) => layer.heads));
     overview.style.setProperty("--heads", most);
-    const answers = model.answers[0];
-    $("models").append(element("article", { class: `model ${model.family}`, "data-model": number },
+    const answers = model.answers[0], [high, wide] = model.size;
+    $("models").append(element("article", { class: `model ${model.family}`, "data-model": number, style: `--ratio: ${wide} / ${high}` },
       element("h2", {}, model.label), element("p", { class: "prediction" }),
       element("div", { class: "parts" },
         element("div", {}, element("p", { class: "layer" }), element("div", { class: "large" })),
@@ -344,8 +344,8 @@ function hover(cell, event) {
 }
 
 function showImageUnderMaps() {
-  const source = DATA.images[state.image].source;
-  document.querySelectorAll(".under").forEach((image) => { image.src = source; });
+  const { source, own } = DATA.images[state.image];
+  document.querySelectorAll(".under").forEach((image) => { image.src = own[image.closest(".cell").dataset.model] ?? source; });
 }
 
 // -- actions ----------------------------------------------------------------------------------------

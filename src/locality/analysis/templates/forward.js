@@ -152,7 +152,7 @@ function forward(model, pixels, change = {}) {
   }
   const logits = linear(read, weights["head.weight"], weights["head.bias"], width);
   if (!logits.every(Number.isFinite)) throw new Error(`${model.label} returned non-finite logits`);
-  return { logits, probabilities: softmax(logits), layers };
+  return { logits, probabilities: softmax(logits.map((value) => value / model.temperature)), layers };
 }
 
 // Mean attention distance in patches, averaged over patches; class tokens excluded (Eq. 8).

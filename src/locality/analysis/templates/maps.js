@@ -272,13 +272,15 @@ function listenTo(others) {
   });
   document.querySelectorAll('input[name="mode"]').forEach((input) => input.addEventListener("change", () => chooseMode(input.value)));
   document.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    // Many keyboards have brackets on AltGr or Option, which set these flags, too.
+    const bracket = event.key === "[" || event.key === "]";
+    if (event.metaKey || (!bracket && (event.ctrlKey || event.altKey))) return;
     if (event.target.matches("select")) return; // letters select its options
     if (event.key in MOVES) {
       if (event.target.matches("input")) return; // arrows move its slider
       chooseCell(...queryCell().map((at, axis) => at + MOVES[event.key][axis]));
       event.preventDefault();
-    } else if (event.key === "[" || event.key === "]") {
+    } else if (bracket) {
       choosePart(state.layer + (event.key === "]" ? 1 : -1), state.head);
     } else if (event.key === "h") {
       choosePart(state.layer, state.head + 1);
