@@ -49,13 +49,13 @@ CLAIMS = {
         ("photographs", "no", "With .* (ConViT|DeiT|CvT) above the CNN"),
         ("photographs", "yes", "With .* is CvT-13 above DeiT-S"),
     ],
-    "ConViT is 3.0 points above DeiT, with 20%": [
+    "ConViT is there 3.0 points above DeiT, with 20%": [
         ("photographs", "yes", "With (5|20)% of the images, is ConViT above DeiT"),
     ],
     "with 1% that is not shown": [
         ("photographs", "cannot tell", "With 1% of the images, is ConViT above DeiT"),
     ],
-    "Masking position embeddings costs ConViT 2.5 points, DeiT 10.4": [
+    "Masking position embeddings costs it 2.5 points, DeiT 10.4": [
         ("photographs", "yes", "Does masking its position embedding cost ConViT accuracy"),
         ("photographs", "yes", "Does masking position embeddings cost DeiT more than ConViT"),
     ],
