@@ -96,7 +96,7 @@ def explorer_page(
     models = [about for about, _ in observed]
     cuts = [subject.preprocessing for subject in subjects]
     otherwise = {number: cut for number, cut in enumerate(cuts) if _part(cut) != _part(cuts[0])}
-    shown = [high_resolution_crop(image, subjects[0].preprocessing) for image in images]
+    shown = [high_resolution_crop(image, cuts[0]) for image in images]
     known = known_labels(labels, subjects)
     pictures = [
         {

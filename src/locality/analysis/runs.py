@@ -98,9 +98,13 @@ class RunGroup:
     def below(self, fraction: float, baselines: Mapping[str, Estimate]) -> str:
         """The baselines above the accuracy on this fraction; see `baselines.below`."""
         means = {name: baseline.mean for name, baseline in baselines.items()}
-        trained = [run for run in self.at(fraction) if not run.probes]
-        passes = min((run.passes for run in trained), default=math.inf)
+        passes = fewest_passes(self.at(fraction))
         return below(self.label_at(fraction), self.over_runs(fraction).mean, means, passes)
+
+
+def fewest_passes(runs: Iterable[Run]) -> float:
+    """How many times the least trained run saw each image; infinite if all began with a probe."""
+    return min((run.passes for run in runs if not run.probes), default=math.inf)
 
 
 def group(runs: Sequence[Run]) -> list[RunGroup]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 from collections.abc import Sequence
@@ -13,7 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from locality.analysis.baselines import ADVICE, read_baseline_pixels
-from locality.analysis.runs import RunGroup, baselines_at, check_same_images, group, read_runs
+from locality.analysis.runs import (
+    RunGroup,
+    baselines_at,
+    check_same_images,
+    fewest_passes,
+    group,
+    read_runs,
+)
 from locality.analysis.statistics import Estimate, estimate, holm
 from locality.errors import UserError
 from locality.figures import charts
@@ -101,8 +107,7 @@ def build_comparison(folders: Sequence[Path], output: Path | str) -> tuple[Path,
     best = rows[0].group
     baselines = baselines_at(groups, 1.0)
     below = best.below(1.0, baselines)
-    trained = [run for one in groups for run in one.at(1.0) if not run.probes]
-    passes = min((run.passes for run in trained), default=math.inf)
+    passes = fewest_passes(run for one in groups for run in one.at(1.0))
     chosen = max(best.at(1.0), key=lambda run: float(run.result["top1"]))
     said = conclusion(rows)
     remarks = [
