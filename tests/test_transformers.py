@@ -23,7 +23,12 @@ from locality.checkpoints import Preprocessing, create_model, open_model
 from locality.errors import UserError
 from locality.models import build
 from locality.runner.runs import execute
-from locality.transformers import LocalityConfig, LocalityForImageClassification, from_locality
+from locality.transformers import (
+    LocalityConfig,
+    LocalityForImageClassification,
+    LocalityModel,
+    from_locality,
+)
 
 CLASSES = ["cat", "dog", "owl"]
 INPUT = Preprocessing(None, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), "bilinear", 0.9, "squash")
@@ -134,8 +139,9 @@ def test_a_run_and_a_file_come_with_their_classes_and_preprocessing(tmp_path, ti
         with torch.no_grad():
             probabilities = model(**inputs).logits.softmax(-1)
         torch.testing.assert_close(probabilities, ours([picture()]))
-        assert ours.classes is None or [*model.config.id2label.values()] == [*ours.classes]
-    assert open_model(saved(tmp_path / "again", what)).classes is None  # LABEL_0 is not a name
+        assert [*model.config.id2label.values()] == [*ours.classes]
+    # LABEL_0 is not a name.
+    assert open_model(saved(tmp_path / "again", model_of("convit_nano"))).classes is None
 
 
 def test_the_loss_is_there_with_labels():
@@ -251,3 +257,5 @@ def test_attention_and_hidden_states_are_tuples_of_the_documented_shapes(name):
     assert plain.attentions is plain.hidden_states is None
     model.config.output_hidden_states = True
     assert len(model(x).hidden_states) == depth + 1
+    features = LocalityModel(model.config, source)(x, output_attentions=True)
+    assert len(features.hidden_states) == depth + 1 and len(features.attentions) == depth

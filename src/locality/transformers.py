@@ -172,29 +172,33 @@ class LocalityForImageClassification(PreTrainedModel):
                 Default: as in the configuration.
             interpolate_pos_encoding: accepted; position embeddings always are where sizes differ.
         """
-        config, output, views = self.config, LocalityOutput(), []
-        attentions = config.output_attentions if output_attentions is None else output_attentions
-        states = (
-            config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        )
-        with contextlib.ExitStack() as observed:
-            if attentions:
-                views = observed.enter_context(capture(self.locality))
-            hidden = observed.enter_context(_hidden_states(self.locality)) if states else None
-            output.logits = self.locality(pixel_values)
+        with self._observed(output_attentions, output_hidden_states) as seen:
+            logits = self.locality(pixel_values)
         if not self.training:
-            output.logits = output.logits / config.temperature
-        if labels is not None:
-            output.loss = self.loss_function(labels, output.logits, config)
+            logits = logits / self.config.temperature
+        loss = None if labels is None else self.loss_function(labels, logits, self.config)
+        return LocalityOutput(loss, logits, **seen)
+
+    @contextlib.contextmanager
+    def _observed(self, attentions: bool | None, states: bool | None) -> Iterator[dict[str, Any]]:
+        """Context manager: the fields of `LocalityOutput` that were asked for, filled at its end."""
+        seen: dict[str, Any] = {}
+        if attentions is None:
+            attentions = self.config.output_attentions
+        if states is None:
+            states = self.config.output_hidden_states
+        with contextlib.ExitStack() as observed:
+            views = observed.enter_context(capture(self.locality)) if attentions else []
+            hidden = observed.enter_context(_hidden_states(self.locality)) if states else None
+            yield seen
         if hidden is not None:
-            output.hidden_states = tuple(hidden)
+            seen["hidden_states"] = tuple(hidden)
         if attentions:
             maps = [view.maps for view in views]
-            output.attentions = tuple(layer.mixed for layer in maps)
-            output.content_attentions = tuple(layer.content for layer in maps)
-            output.positional_attentions = tuple(layer.position for layer in maps)
-            output.gates = tuple(layer.gate for layer in maps)
-        return output
+            seen["attentions"] = tuple(layer.mixed for layer in maps)
+            seen["content_attentions"] = tuple(layer.content for layer in maps)
+            seen["positional_attentions"] = tuple(layer.position for layer in maps)
+            seen["gates"] = tuple(layer.gate for layer in maps)
 
     def init_weights(self) -> None:
         """Do nothing: `build` has initialised the weights as in the papers."""
@@ -220,12 +224,22 @@ class LocalityModel(LocalityForImageClassification):
     """The same model as transformers' `AutoModel`: images → features."""
 
     @can_return_tuple
-    def forward(self, pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPooling:
+    def forward(
+        self,
+        pixel_values: Tensor,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **_: Any,
+    ) -> BaseModelOutputWithPooling:
         """Normalised images (B, C, H, W) → `last_hidden_state`, the tokens (B, N, width), and
-        `pooler_output`, the classifier's input (B, width)."""
-        features = self.locality.forward_features(pixel_values)
+        `pooler_output`, the classifier's input (B, width); see `LocalityOutput` for the rest."""
+        with self._observed(output_attentions, output_hidden_states) as seen:
+            features = self.locality.forward_features(pixel_values)
         return BaseModelOutputWithPooling(
-            features, self.locality.forward_head(features, pre_logits=True)
+            features,
+            self.locality.forward_head(features, pre_logits=True),
+            seen.get("hidden_states"),
+            seen.get("attentions"),
         )
 
 

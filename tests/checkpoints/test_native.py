@@ -69,6 +69,19 @@ def test_another_image_size_is_also_that_of_the_preprocessing(tmp_path):
     assert open_model(tmp_path / "saved", settings={"img_size": 16}).preprocessing.size == (16, 16)
 
 
+def test_a_loaded_model_is_saved_with_what_its_file_knew(tmp_path):
+    own = Preprocessing(8, (0.5,) * 3, (0.5,) * 3, crop_pct=1.0, exif=True)
+    model = build("convit_nano", num_classes=2)
+    save(model, tmp_path / "a", preprocessing=own, classes=["cat", "dog"])
+    model = load(tmp_path / "a")
+    again = open_model(save(model, tmp_path / "b"))
+    assert (again.preprocessing, again.classes) == (own, ("cat", "dog"))
+    assert Classifier.of(model).preprocessing == own
+    model.reset_classifier(2)  # other classes
+    again = open_model(save(model, tmp_path / "c"))
+    assert (again.preprocessing, again.classes) == (own, None)
+
+
 def test_pictures_are_converted_as_files_are_read(tmp_path):
     own = Preprocessing(8, (0.5,) * 3, (0.5,) * 3, exif=True, grey_bits=15)
     save(build("convit_nano"), tmp_path / "saved", preprocessing=own)

@@ -95,13 +95,15 @@ class Classifier:
     ) -> Classifier:
         """A classifier around a model, which is set to evaluation mode.
 
-        The default `preprocessing` is ImageNet's at the model's image size.
+        Preprocessing and class names are by default those it was loaded with, else ImageNet's at
+        the model's image size, and none.
 
         Raises:
             UserError: if the channels of `preprocessing` and the model differ.
         """
         model = model.eval()
-        preprocessing = default_preprocessing(preprocessing, model.config)
+        preprocessing = default_preprocessing(preprocessing or model.preprocessing, model.config)
+        classes = model.classes if classes is None else classes
         set_data_config(model, preprocessing)
         return cls(
             name or model.variant or type(model).__name__,
@@ -110,8 +112,8 @@ class Classifier:
             None if classes is None else tuple(classes),
             model,
             model.num_classes,
-            getattr(model, "problem_type", None),
-            getattr(model, "temperature", 1.0),
+            model.problem_type,
+            model.temperature,
         )
 
     def __call__(self, images: Iterable[Image.Image]) -> Tensor:
@@ -320,7 +322,7 @@ def open_model(
     name = path.name if path.exists() else str(what)
     with prefix_errors(what):
         if graph is None:
-            return Classifier.of(held.build(), name, held.preprocessing, held.classes)
+            return Classifier.of(held.build(), name)
         prepared = default_preprocessing(held.preprocessing, held.config)
         about = held.classes, None, held.config.num_classes, held.problem_type, held.temperature
         return Classifier(name, graph, prepared, *about)

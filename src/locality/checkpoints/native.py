@@ -273,18 +273,16 @@ class Checkpoint:
     ) -> Checkpoint:
         """The checkpoint of a model; its weights are copied to the CPU.
 
+        Preprocessing and class names are by default those it was loaded with.
+
         Raises:
             UserError: if it is not a model of this library, its tensors do not match its
                 configuration, or its weights are not finite.
         """
         inner: Any = getattr(model, "_orig_mod", model)  # torch.compile's
-        problem_type = getattr(inner, "problem_type", None)
-        temperature = getattr(inner, "temperature", 1.0)
+        known = inner
         if isinstance(getattr(inner, WRAPPER, None), ImageClassifier):
-            known = inner.config.checkpoint()
-            preprocessing, classes = preprocessing or known.preprocessing, classes or known.classes
-            problem_type, temperature = known.problem_type, known.temperature
-            inner = inner.locality
+            known, inner = inner.config.checkpoint(), inner.locality
         if not isinstance(inner, ImageClassifier):
             raise UserError(f"a model of this library is needed, not a {type(inner).__name__}")
         state = contiguous_copies(
@@ -295,9 +293,9 @@ class Checkpoint:
             raise UserError("a fused model is not stored; give the model it was fused from")
         check_keys(state, expected, "locality's")
         check_finite(state)
-        names = None if classes is None else tuple(classes)
-        about = inner.variant, preprocessing, names, problem_type
-        return cls(inner.config, state, *about, figures, temperature)
+        names = known.classes if classes is None else tuple(classes)
+        about = inner.variant, preprocessing or known.preprocessing, names, known.problem_type
+        return cls(inner.config, state, *about, figures, known.temperature)
 
     def with_classes(self, names: Sequence[str]) -> Checkpoint:
         """The same model with the class names of its outputs, see `class_map`."""
@@ -315,8 +313,9 @@ class Checkpoint:
         # Assigning the tensors avoids an initialisation, and leaves the random generator alone.
         state = {name: tensor.to(expected[name].dtype) for name, tensor in self.state.items()}
         model.load_state_dict(state, strict=True, assign=True)
-        model.variant, model.problem_type = self.name, self.problem_type
-        model.temperature = self.temperature
+        model.variant = self.name
+        for name in ("preprocessing", "classes", "problem_type", "temperature"):
+            setattr(model, name, getattr(self, name))
         return model.eval()
 
     def describe(self) -> dict[str, Any]:
@@ -402,8 +401,8 @@ def save(
         model: any model of this library.
         folder: target folder; created if needed.
         card: figures for the model card, for example the content of a run's `result.json`.
-        preprocessing: preprocessing of the images.
-        classes: class names in the order of the logits.
+        preprocessing: preprocessing of the images; default that of the file it was loaded from.
+        classes: class names in the order of the logits; the default as well.
 
     Returns:
         the folder.

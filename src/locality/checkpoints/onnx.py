@@ -53,7 +53,8 @@ def export(
     Args:
         model: any model of this library; not modified.
         path: the file, ending in .onnx.
-        preprocessing, classes: stored in the file for `open_model`.
+        preprocessing, classes: stored in the file for `open_model`; default those of the file that
+            the model was loaded from.
         overwrite: replace an existing file.
 
     Returns:

@@ -21,6 +21,8 @@ class ImageClassifier(nn.Module):
         num_features: width of the final features; also `embed_dim` and `head_hidden_size`.
         num_prefix_tokens: number of class tokens (0, 1) in the final features.
         pretrained_cfg: timm's data configuration; set by `create_model` and `load`.
+        preprocessing, classes, problem_type, temperature: those of the file it was loaded from, as
+            in `Checkpoint`; saved with it again.
         inherited: classes whose rows of the classifier are those of the loaded weights.
         shortcuts: compute the positional attention of all layers at once, and in `forward` only
             the class token of the last block if the classifier reads no other; set by training and
@@ -48,6 +50,10 @@ class ImageClassifier(nn.Module):
         self.num_prefix_tokens = int(config.has_class_token)
         self.fused = self.shortcuts = False
         self.inherited: list[int] = []
+        self.preprocessing: Any = None
+        self.classes: tuple[str, ...] | None = None
+        self.problem_type: Any = None
+        self.temperature = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) → logits (B, num_classes)."""

@@ -79,7 +79,7 @@ class TimmModel(ImageClassifier):
         if global_pool is not None:
             raise UserError(f"the pooling of {self.config.name} is set when it is built")
         self.model.reset_classifier(num_classes)
-        self.num_classes = num_classes
+        self.num_classes, self.classes = num_classes, None
         self.config = dataclasses.replace(self.config, num_classes=num_classes)
 
     def no_weight_decay(self) -> set[str]:

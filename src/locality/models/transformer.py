@@ -108,7 +108,7 @@ class Transformer(ImageClassifier):
             # Other pooling keeps the class token.
             changed |= {"global_pool": global_pool, "class_token": self.config.has_class_token}
         self.config = self.config.with_overrides(**changed)
-        self.num_classes = num_classes
+        self.num_classes, self.classes = num_classes, None
         head = make_head(self.num_features, num_classes).to(next(self.parameters()))
         self.head = head.train(self.training)
 
