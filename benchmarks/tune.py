@@ -98,7 +98,10 @@ def main() -> None:
     done = set()
     if options.output.exists():
         with options.output.open() as file:
-            done = {tuple(row.values())[:-2] for row in csv.DictReader(file)}
+            table = csv.DictReader(file)
+            if table.fieldnames != columns:
+                parser.error(f"{options.output} has other columns; choose another --output")
+            done = {tuple(row.values())[:-2] for row in table}
     else:
         options.output.write_text(",".join(columns) + "\n")
     for trial in options.trials:

@@ -181,7 +181,7 @@ class LocalityForImageClassification(PreTrainedModel):
 
     @contextlib.contextmanager
     def _observed(self, attentions: bool | None, states: bool | None) -> Iterator[dict[str, Any]]:
-        """Context manager: the fields of `LocalityOutput` that were asked for, filled at its end."""
+        """Context manager: fields of `LocalityOutput` that were asked for, filled at its end."""
         seen: dict[str, Any] = {}
         if attentions is None:
             attentions = self.config.output_attentions

@@ -37,7 +37,7 @@ YES, NO, LESS, CANNOT_TELL = "yes", "no", "less", "cannot tell"
 COLUMNS = (
     *("question", "where", "experiment", "scale", "unit", "n", "planned", "effect", "low", "high"),
     *("threshold", "start", "over_seeds", "p", "images", "paper", "answer", "task"),
-    *("protocol", "recipes"),
+    *("protocol", "recipes", "says"),
 )
 LEAST_SEEDS = 3
 PLANNED, LATER = "planned", "asked later"
@@ -47,7 +47,7 @@ Answer = dict[str, Any]
 `threshold` that it is compared with, the effect before training (`start`), the half width of an
 unpaired interval `over_seeds` alone, the p-value of "it is at the threshold", how `images` count
 (see `Evaluated`), the paper's effect, why the `task` cannot show it, whether the `protocol` lists
-it ("" without one), and effects by other `recipes`."""
+it ("" without one), effects by other `recipes`, and what the paper `says`."""
 
 _PROTOCOLS: dict[str, Any] = read_yaml(Path(__file__).with_name("protocol.yaml"))
 _NOTHING = Estimate(0.0, None, 0)
@@ -141,6 +141,7 @@ def _unanswered(
         "task": question.task,
         "protocol": "" if plan is None or exact else PLANNED if listed else LATER,
         "recipes": "",
+        "says": question.says,
     }
     bound = A_POINT if question.unit == "points" else None
     if paper is not None and (far := question.side * (paper - question.threshold)) > 0:

@@ -49,11 +49,12 @@ PIXELS = {
 @experiment("beyond/baselines", "Models, a CNN, and baselines on pixels, on the same images")
 def baselines(t: Experiment, s: Scale) -> None:
     """Top-1 of each model family and of pixel baselines, on fractions of the data."""
-    steps = {label: f"{s.base(role).schedule.length:g}" for label, role in _MODELS.items()}
+    schedules = {label: s.base(role).schedule for label, role in _MODELS.items()}
+    steps = {label: f"{of.length:g} {of.unit}" for label, of in schedules.items()}
     same = "" if len(set(steps.values())) == 1 else f" (the CNN: {steps['CNN']})"
     t.about = (
-        f"Not in the papers. Top-1 on fractions of the training images, after {steps['ConViT']} "
-        f"steps{same}. The baselines on pixels use the same images at no more than 32 pixels and "
+        f"Not in the papers. Top-1 on fractions of the training images, after {steps['ConViT']}"
+        f"{same}. The baselines on pixels use the same images at no more than 32 pixels and "
         "are not tuned. Bands are 95% intervals over a point's seeds. Whether two models are "
         "equally good is not tested."
     )
@@ -67,16 +68,16 @@ def baselines(t: Experiment, s: Scale) -> None:
             text = f"With {part} of the images, is {label} above"
             t.ask(f"{text} all baselines on pixels?", _above_all(label, part))
             t.ask(f"{text} the CNN?", (label, part), ("CNN", part))
-    config = s.runs(_MODELS["ConViT"], seeds=(0,))[0].config
     colours = {"ConViT": "convit", "DeiT": "deit", "CvT": "cvt", "CNN": "other"}
     colours |= {"nearest neighbour": "ink", "logistic regression": "", _SVM: "depth:0.5"}
-    counts = {round(f * image_counts(config)[0]): percent(f) for f in s.fractions}
+    trained = [s.runs(_MODELS["ConViT"], fraction=f, seeds=(0,))[0].config for f in s.fractions]
+    counts = dict(zip((image_counts(of)[0] for of in trained), t.columns, strict=True))
     lines = (
         line(label, {n: (label, part) for n, part in counts.items()}, colour, label in PIXELS,
              label in _MODELS)
         for label, colour in colours.items()
     )  # fmt: skip
-    title = DATASETS[config.data.dataset].title or config.data.dataset
+    title = DATASETS[s.dataset].title or s.dataset
     t.panel(title, "training images", "top-1, %", *lines, log_x=True)
 
 

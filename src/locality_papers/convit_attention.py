@@ -40,6 +40,11 @@ def _nonlocality(rows: Mapping[str, Key], of: Results) -> list[dict[str, Any]]:
     return nonlocality_panels([pair for pair in known if pair[1]])
 
 
+def _climbs(layer: int) -> str:
+    """The paper answers no for lower layers ("stays low") and yes for upper ones."""
+    return f"After the early phase, does DeiT's layer {layer + 1} become less local?"
+
+
 def _gates(keys: Sequence[Key], of: Results) -> list[dict[str, Any]]:
     """Panels of gates over training, one per layer, for cells that have values."""
     known = [of.by_seed(key) for key in keys]
@@ -63,8 +68,8 @@ def figure_5(t: Experiment, s: Scale) -> None:
          trajectory("first layer's drop", lambda of: -of.growth[0])),
         ("Does DeiT's last layer end less local than its first?", "DeiT-S",
          at_end("last less first", lambda of: of.nonlocality[-1, -1] - of.nonlocality[0, -1])),
-        *((f"After the early phase, does DeiT's layer {n + 1} become less local?", "DeiT-S",
-           trajectory(f"late growth {n}", of_layer("late_growth", n))) for n in range(depth)),
+        *((_climbs(n), "DeiT-S", trajectory(f"late growth {n}", of_layer("late_growth", n)))
+          for n in range(depth)),
         ("Do ConViT's gated layers climb late in training?", "ConViT-S",
          trajectory("late climb", lambda of: fmean(of.late_growth[:gated]))),
         *((f"Does ConViT's gated layer {n + 1} leave locality?", "ConViT-S",
@@ -73,7 +78,8 @@ def figure_5(t: Experiment, s: Scale) -> None:
          "ConViT-S", trajectory("growth at the ends", lambda of: (
              (of.growth[0] + of.growth[gated - 1]) / 2 - fmean(of.growth[1 : gated - 1])))),
     ):  # fmt: skip
-        t.ask(text, t.run(role, measure.name, measure, role), unit="tokens")
+        says = "no" if text in map(_climbs, range(depth // 2)) else "yes"
+        t.ask(text, t.run(role, measure.name, measure, role), unit="tokens", says=says)
     end = at_end("end", lambda of: fmean(of.nonlocality[:gated, -1]))
     ends = [t.run(role, "end", end, role) for role in ("DeiT-S", "ConViT-S")]
     t.ask("Do ConViT's gated layers end more local than DeiT's?", *ends, unit="tokens")

@@ -23,6 +23,11 @@ from locality_papers.runs import FAMILIES, Scale, variation
 from locality_papers.table import Key, Measure
 
 
+def share(fraction: float) -> str:
+    """A fraction of the training images in words."""
+    return "all data" if fraction == 1 else f"{percent(fraction)} of the data"
+
+
 def add_accuracy_by_size(
     t: Experiment,
     s: Scale,
@@ -110,7 +115,7 @@ def figure_2a(t: Experiment, s: Scale) -> None:
 @experiment("convit/figure-2b", "Parameter efficiency")
 def figure_2b(t: Experiment, s: Scale) -> None:
     """Accuracy against the number of parameters."""
-    t.about = "The models of Table 1 on all data."
+    t.about = f"The models of Table 1 on {share(s.fraction)}."
     roles = {f"{family}-{size}": s.seeds_of(size) for family in FAMILIES for size in s.sizes}
     others = [f"ResNet-{depth}" for depth in (50, 101, 152)]
     others += [f"T2T-ViT_t-{depth}" for depth in (14, 19, 24)]

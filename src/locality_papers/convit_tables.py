@@ -125,7 +125,7 @@ def table_3(t: Experiment, s: Scale) -> None:
 def add_taught(t: Experiment, s: Scale, key: Key, measure: Measure, role: str) -> None:
     """Add a measure of runs distilled from the scale's teacher, for Table 4 and Fig. 10.
 
-    The teacher is trained twice as long, on training images that the students do not see.
+    Other scales than `imagenet` train it, twice as long, on training images that no student sees.
     """
     base = s.base("DeiT-S")
     needs: tuple[Request, ...] = ()
@@ -158,10 +158,8 @@ def add_taught(t: Experiment, s: Scale, key: Key, measure: Measure, role: str) -
 @experiment("convit/table-4", "Hard distillation from a convolutional teacher")
 def table_4(t: Experiment, s: Scale) -> None:
     """Accuracy with and without a teacher."""
-    t.about = (
-        f"Half of the target is the prediction of the teacher ({s.teacher}), which was "
-        f"trained on other images than the students."
-    )
+    other = "" if s.comparable else ", which was trained on other images than the students"
+    t.about = f"Half of the target is the prediction of the teacher ({s.teacher}){other}."
     t.columns = {
         "none": Column("no distillation"),
         "hard": Column("hard distillation"),

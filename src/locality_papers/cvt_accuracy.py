@@ -10,7 +10,7 @@ from locality.runner.runs import Request
 from locality.training import OptimConfig, RunConfig, ScheduleConfig, recipe, replace
 from locality.training.config import EngineConfig
 from locality_papers import published
-from locality_papers.convit_curves import add_accuracy_by_size
+from locality_papers.convit_curves import add_accuracy_by_size, share
 from locality_papers.experiment import STANDARD, Column, Experiment, experiment
 from locality_papers.measures import TOP1, count, count_role
 from locality_papers.runs import PAPERS_MODELS, Scale
@@ -135,7 +135,7 @@ def table_4(t: Experiment, s: Scale) -> None:
 @experiment("cvt/figure-1", "Accuracy against parameters")
 def figure_1(t: Experiment, s: Scale) -> None:
     """Our runs of CvT, DeiT and ConViT, and both panels of the paper."""
-    t.about = "Trained from scratch on all data."
+    t.about = f"Trained from scratch on {share(s.fraction)}."
     roles: dict[str, tuple[int, ...]] = {
         role: s.seeds if role in ("DeiT-S", "ConViT-S", "CvT-13") else s.few_seeds
         for role in ("DeiT-S", "DeiT-B", "ConViT-S", "ConViT-B", "CvT-13", "CvT-21")

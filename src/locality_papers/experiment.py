@@ -57,6 +57,7 @@ class Question(NamedTuple):
         task: why small images cannot show it, if they cannot.
         threshold: the threshold.
         side: −1 if the answer is yes below it.
+        says: the paper's answer.
     """
 
     text: str
@@ -67,6 +68,7 @@ class Question(NamedTuple):
     task: str = ""
     threshold: float = 0.0
     side: int = 1
+    says: str = "yes"
 
 
 @dataclass
@@ -289,14 +291,20 @@ class Results:
         starts = _At(self.experiment, Values(cells, self.recorded).columns)
         return float(effect(starts).mean())
 
+    @cached_property
+    def _shared(self) -> float:
+        """Validation images per training image, if every seed divides the same images again."""
+        if not self.experiment.scale.splits_by_seed:
+            return 0.0
+        share = self.experiment.runs[0].config.data.val_fraction
+        return share / (1 - share)
+
     def _estimate(
         self, effect: Effect, by_seed: pd.Series, used: Iterable[Key]
     ) -> tuple[Estimate, str]:
-        cells = self.experiment.cells
         if self.experiment.scale.splits_by_seed:
-            (run, *_) = next(cells[key].runs for key in used if cells[key].runs)
-            share = run.config.data.val_fraction  # of images that every seed divides again
-            return estimate(by_seed, shared=share / (1 - share)), "own"
+            return estimate(by_seed, shared=self._shared), "own"
+        cells = self.experiment.cells
         accuracies = [key for key in used if (m := cells[key].measure) is not None and m.accuracy]
         if not accuracies or len(by_seed) < 2:
             return estimate(by_seed), ""
@@ -346,7 +354,8 @@ class Results:
         panels = []
         for panel in self.experiment.panels:
             if callable(panel):
-                panels += panel(self)
+                for of in panel(self):
+                    panels.append(of | {"series": list(map(self._over_splits, of["series"]))})
             else:
                 panels.append(panel | {"series": [self._series(of) for of in panel["series"]]})
         return panels
@@ -356,7 +365,7 @@ class Results:
         if isinstance(place, tuple):
             curves = self.by_seed(place)
             empty = "" if curves else (self.values.problems.get(place) or [NOT_RUN])[0]
-            return drawn | {"empty": empty} | mean_curve(curves, partial=True)
+            return self._over_splits(drawn | {"empty": empty} | mean_curve(curves, partial=True))
         points = {x: self.effect(at(key)) for x, key in place.items()}
         known = {x: of.estimate for x, of in points.items() if of.estimate is not None}
         empty = "" if known else next(iter(points.values())).empty
@@ -364,6 +373,12 @@ class Results:
         for name in ("mean", "half_width", "n"):
             values[name] = [getattr(of, name) for of in known.values()]
         return drawn | {"empty": empty} | values
+
+    def _over_splits(self, series: Mapping[str, Any]) -> dict[str, Any]:
+        """A curve with intervals that, like those of effects, count that splits share images."""
+        pairs = zip(series["half_width"], series["n"], strict=True)
+        wide = [half and half * math.sqrt(1 + n * self._shared) for half, n in pairs]
+        return {**series, "half_width": wide}
 
     def by_seed(self, key: Key) -> list[Any]:
         """A cell's values, such as curves, in the order of their seeds."""

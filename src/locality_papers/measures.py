@@ -85,7 +85,10 @@ def top1_at(name: str, when: float | None = None) -> Measure:
         unit = "epoch" if config.get("schedule.steps") is None else "step"
         length = config[f"schedule.{unit}s"]
         at = config["schedule.warmup"] + length / 20 if when is None else when * length
-        return curve[_first_from(at, [row[unit] for row in curve])]["top1"]
+        index = _first_from(at, [row[unit] for row in curve])
+        if index == len(curve) - 1:
+            raise UserError("its runs are evaluated only later (schedule.eval_every)")
+        return curve[index]["top1"]
 
     return Measure(f"top1 {name}", read, accuracy=True)
 

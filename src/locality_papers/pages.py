@@ -128,7 +128,7 @@ def findings(
             for scale, answer in at.items():
                 counts = own.setdefault(name, {}).setdefault(scale, Counter())
                 counts[answer["answer"]] += 1
-        elif question["n"] is None:
+        elif question["n"] is None and len(at) == 1:
             sections["Counted on the models"].append(question | {"at": {"all": question}})
         else:
             sections["ConViT" if name.startswith("convit") else "CvT"].append(question | {"at": at})

@@ -126,7 +126,8 @@ def reproduce(
     results = [Results(each, known, failures) for each in experiments]
     folder.mkdir(parents=True, exist_ok=True)
     for of in results:
-        write_results(of, folder)
+        if (missing := write_results(of, folder)) and not quiet:
+            print(f"{of.experiment.name}: no picture, {missing}")
     if recorded is not None:
         ended = [run for run in wanted if run.is_finished()]
         new = [record for run in ended if (record := known.find(run))]
@@ -189,12 +190,13 @@ def _is_page(path: Path, experiment: Experiment) -> bool:
     return path.exists() and path.read_text("utf-8").startswith(f"# {experiment.name}: ")
 
 
-def write_results(results: Results, folder: Path) -> None:
-    """Write an experiment's page, numbers and picture."""
+def write_results(results: Results, folder: Path) -> str:
+    """Write an experiment's page, numbers and picture; see `write_picture`."""
     path = _page_file(folder, results.experiment)
-    write_picture(results, path.with_suffix(".png"))
+    missing = write_picture(results, path.with_suffix(".png"))
     write_atomic(path, _page(results, path.with_suffix(".png")))
     write_atomic(path.with_suffix(".csv"), to_csv(results))
+    return missing
 
 
 def _page(results: Results, picture: Path) -> str:
@@ -202,14 +204,21 @@ def _page(results: Results, picture: Path) -> str:
     return page([Part(results, answers([results]), shown)])
 
 
-def write_picture(results: Results, path: Path) -> None:
-    """Draw a figure; one that cannot be drawn, for lack of weights, stays as it is."""
-    figure = None
+def write_picture(results: Results, path: Path) -> str:
+    """Draw a figure; one that cannot be drawn, for lack of weights, stays as it is.
+
+    Returns:
+        why it was not drawn, or "".
+    """
+    figure, missing = None, ""
     if any(map(filled, results.drawn_panels)):
         figure = draw(results.drawn_panels)
     elif results.experiment.draw is not None:
-        with contextlib.suppress(*EMPTY):
+        try:
             figure = results.experiment.draw()
+        except EMPTY as error:
+            missing = str(error)
     if figure is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, figure_bytes(figure, dpi=160))
+    return missing

@@ -154,7 +154,7 @@ class Measure:
             return self.read(record)
         assert self.take is not None
         if self.name not in record["measures"]:
-            if not run.folder.exists():
+            if not run.is_finished():
                 raise UserError("needs the run's weights, which were not kept")
             value = self.take(run)
             path = run.folder / MEASURED

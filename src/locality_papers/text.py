@@ -7,10 +7,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from locality.data.config import DATASETS
 from locality.errors import some
 from locality.files import csv_text
 from locality.templates import render
-from locality_papers.answers import CANNOT_TELL, LATER, LESS, Answer, protocol
+from locality_papers.answers import CANNOT_TELL, LATER, LESS, PLANNED, Answer, protocol
 from locality_papers.experiment import Column, Evaluated, Results, at
 from locality_papers.panels import filled
 from locality_papers.table import NOT_RUN
@@ -74,6 +75,12 @@ class Part:
         )
         free = self.experiment.draw is not None and not self.experiment.runs
         return bool(self._columns or measured or free)
+
+    @property
+    def data(self) -> str:
+        """The option of the data that `locality reproduce` needs."""
+        name = self.experiment.scale.dataset
+        return f" --data '{{{name}: DATA}}'" if DATASETS[name].needs_root else ""
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
         """Headings and lines: columns with published numbers show the paper's and ours."""
@@ -203,7 +210,9 @@ def said(answer: Answer, brief: bool = False) -> str:
     seeds = f"{n} of {planned} seeds" if planned and n != planned else ""
     if answer["answer"] == CANNOT_TELL and answer["protocol"] and seeds:
         more, seeds = f" ({seeds})", ""
-    elif answer["answer"] == LESS and answer["high"] < 0:
+    elif answer["answer"] == CANNOT_TELL and answer["protocol"] == PLANNED and answer["p"] == 1.0:
+        more = " (other planned runs are missing)"
+    elif answer["answer"] == LESS and answer["high"] < (answer["threshold"] or 0.0):
         more = " (opposite sign)"
     texts = [f"{answer['answer']}{more}", f"{effect}{unit}{interval}", seeds]
     if answer["start"] is not None:
@@ -217,9 +226,9 @@ def said(answer: Answer, brief: bool = False) -> str:
 
 
 def papers(answer: Answer) -> str:
-    """The paper's effect, or "yes" if it gives none; "not asked" for our own questions."""
+    """The paper's effect, or yes or no if it gives none; "not asked" for our own questions."""
     if answer["paper"] is None or not answer["where"]:
-        return "yes" if answer["where"] else "not asked"
+        return answer["says"] if answer["where"] else "not asked"
     return signed(answer["paper"])
 
 

@@ -128,6 +128,7 @@ def test_a_protocols_family_is_what_it_lists_and_is_answered_once_all_of_it_has_
             first, *rest = planned(half, missing=missing)
             assert first["answer"] == (CANNOT_TELL if missing else expected)
             assert len(rest) == 4 - len(missing)
+            assert ("(other planned runs are missing)" in said(first)) == bool(missing)
             assert first["protocol"] == "planned" and (first["n"], first["planned"]) == (8, 8)
 
 

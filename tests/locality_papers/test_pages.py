@@ -71,6 +71,9 @@ CLAIMS = {
         ("photographs", "no", "With .* (ConViT|DeiT|CvT) above the CNN"),
         ("photographs", "yes", "With .* is CvT-13 above DeiT-S"),
     ],
+    "With 5% it loses less without position embeddings": [
+        ("photographs", "yes", "Does masking position embeddings cost DeiT more than ConViT"),
+    ],
     "Trained without position embeddings, CvT loses less than a point, DeiT": [
         ("photographs", "yes", "Does CvT lose less than a point without position embeddings"),
         ("photographs", "yes", "Trained without position embedding, does DeiT lose"),
@@ -152,6 +155,7 @@ def test_all_answers_are_recomputed_without_the_library():
         (("yes", 5.23, 3.11, 7.36), "yes, +5.2 (+3.1 to +7.4)"),
         (("no", -0.312, -0.4, -0.224, "tokens"), "no, −0.312 tokens (−0.400 to −0.224)"),
         (("less", 0.2, -1.1, 1.5), "less, +0.2 (−1.1 to +1.5)"),
+        (("less", -0.5, -0.9, -0.1, {"threshold": -1.0}), "less, −0.50 (−0.90 to −0.10)"),
         (("less", -1.2, -2.2, -0.2), "less (opposite sign), −1.2 (−2.2 to −0.2)"),
         (("yes", 12.0, None, None, "times"), "yes, +12 times"),
         (

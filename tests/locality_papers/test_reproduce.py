@@ -94,6 +94,20 @@ def test_tables_share_their_runs(every):
         assert {run.folder for run in specs[name].runs} <= shared, name
 
 
+def test_what_is_said_of_a_scale_is_of_its_own_images():
+    photographs, imagenet = (get_scale(name, Path("runs")) for name in ("photographs", "imagenet"))
+    drawn = built("beyond/baselines", photographs)
+    assert list(drawn.panels[0]["series"][0]["at"]) == [450, 2250, 9000]
+    assert "1500 steps" in drawn.about
+    assert "300 epochs" in built("beyond/baselines", imagenet).about
+    for name in ("convit/figure-2b", "cvt/figure-1"):
+        assert "5% of the data" in built(name, photographs).about
+    assert "other images" not in built("convit/table-4", imagenet).about
+    asked = built("convit/figure-5", photographs).questions
+    says = [of.says for of in asked if of.text.startswith("After the early phase")]
+    assert says == ["no", "no", "yes", "yes", "yes"]  # "stays low for lower layers"
+
+
 @pytest.mark.parametrize("place", [*(f"convit/table-{n}" for n in range(1, 7)),
                                    *(f"cvt/table-{n}" for n in range(2, 9))])  # fmt: skip
 def test_every_published_number_of_a_table_has_its_cell(place):
@@ -237,6 +251,11 @@ def test_measures_that_need_weights_are_taken_as_soon_as_a_run_ends(one_seed, tm
     picture.touch()  # as if drawn earlier, with the weights
     reproduce("convit/figure-17", one_seed, tmp_path, **given)
     assert picture.exists()
+
+
+def test_a_picture_that_cannot_be_drawn_is_said(tiny_scale, tmp_path, capsys):
+    reproduce("convit/figure-16", tiny_scale, tmp_path, finished=True)
+    assert "convit/figure-16: no picture, " in capsys.readouterr().out
 
 
 def test_a_dry_run_starts_nothing(tiny_scale, tmp_path, here, capsys):

@@ -15,8 +15,8 @@ from scipy import stats
 from locality.errors import UserError
 from locality.runner.runs import execute
 from locality.training.config import identity
-from locality_papers.experiment import Experiment, Results, largest, minus, relative_gain
-from locality_papers.measures import BEST_TOP1, TOP1
+from locality_papers.experiment import Experiment, Results, at, built, largest, minus, relative_gain
+from locality_papers.measures import BEST_TOP1, TOP1, TOP1_EARLY
 from locality_papers.runs import get_scale
 from locality_papers.table import (
     Measure,
@@ -26,6 +26,7 @@ from locality_papers.table import (
     write_records,
 )
 
+DIGITS = Path(__file__).parents[2] / "results/digits.runs.jsonl.gz"
 RECORDED = sorted((Path(__file__).parents[2] / "results").glob("*.runs.jsonl.gz"))
 
 
@@ -93,7 +94,7 @@ def test_a_setting_that_a_recorded_run_did_not_know_has_its_default(trained, tmp
     assert recorded.find(replace(away, config=other, folder=tmp_path / "other")) is None
 
 
-def test_a_measure_that_needs_weights_is_taken_once(trained):
+def test_a_measure_that_needs_weights_is_taken_once(trained, tmp_path):
     calls = []
     measure = Measure("counted", take=lambda run: calls.append(run) or 1.5)
     half = measure.then("half", lambda value: value / 2)
@@ -106,6 +107,18 @@ def test_a_measure_that_needs_weights_is_taken_once(trained):
         Measure("other", take=len)(away, record)
     with pytest.raises(UserError, match=r"metrics\.csv"):
         BEST_TOP1(trained, record | {"curve": []})
+    begun = replace(trained, folder=tmp_path / "begun")
+    begun.folder.mkdir()
+    with pytest.raises(UserError, match="weights"):
+        Measure("other", take=len)(begun, record)
+    assert not any(begun.folder.iterdir())
+
+
+def test_a_run_that_is_evaluated_once_has_no_early_accuracy(trained):
+    settings = {"schedule.steps": 3000, "schedule.warmup": 200.0}
+    record = {"config": settings, "curve": [{"step": 3000.0, "top1": 84.5}]}
+    with pytest.raises(UserError, match="eval_every"):
+        TOP1_EARLY(trained, record)
 
 
 class Known:
@@ -155,6 +168,12 @@ def test_each_seeds_own_images_need_nadeau_and_bengios_correction():
     error = values.std(ddof=1) * math.sqrt(1 / 3 + 1 / 3)  # a third as many test as training images
     assert found.images == "own"
     assert found.estimate.half_width == pytest.approx(stats.t.ppf(0.975, 2) * error)
+
+
+def test_a_curve_ends_in_the_interval_of_its_last_value():
+    of = Results(built("convit/figure-9", get_scale("digits", Path("away"))), Recorded(DIGITS))
+    band = of.drawn_panels[0]["series"][0]["half_width"][-1]
+    assert band == pytest.approx(of.effect(at(("ConViT (GPSA)", "top1"))).estimate.half_width)
 
 
 def test_shared_images_are_compared_one_by_one_if_they_are_recorded():
