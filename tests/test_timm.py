@@ -284,3 +284,8 @@ def test_timm_loads_its_own_weights_and_adapts_head_channels_and_size(tmp_path, 
     with torch.no_grad():
         features = again.forward_features(x), reference.forward_features(x)
         torch.testing.assert_close(*features, atol=1e-5, rtol=0)
+
+
+def test_maps_of_a_stem_can_be_chosen():
+    model = timm.create_model("locality_cvt_photo", features_only=True, out_indices=(0, 1))
+    assert [map.shape[2] for map in model(torch.randn(1, 3, 64, 64))] == [32, 32]

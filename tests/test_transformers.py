@@ -259,3 +259,21 @@ def test_attention_and_hidden_states_are_tuples_of_the_documented_shapes(name):
     assert len(model(x).hidden_states) == depth + 1
     features = LocalityModel(model.config, source)(x, output_attentions=True)
     assert len(features.hidden_states) == depth + 1 and len(features.attentions) == depth
+
+
+def test_a_tuple_has_the_loss_first():
+    model, _ = from_locality(model_of("deit_nano"))
+    x, labels = torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 0])
+    loss, logits = model(x, labels=labels, return_dict=False)
+    found = model(x, labels=labels)
+    assert torch.equal(loss, found.loss) and torch.equal(logits, found.logits)
+
+
+def test_another_classifier_has_no_temperature(tmp_path):
+    model = model_of("convit_nano")
+    model.temperature = 2.5
+    saved(tmp_path, model)
+    more = {"num_labels": 2, "ignore_mismatched_sizes": True}
+    for options, temperature in (({}, 2.5), (more, 1.0)):
+        found = LocalityForImageClassification.from_pretrained(tmp_path, **options)
+        assert found.config.temperature == temperature

@@ -67,7 +67,8 @@ class LocalityConfig(PreTrainedConfig):
         format, version: format name and version of the description.
 
     Raises:
-        UserError: for an unknown name, family or field, or a value out of range.
+        UserError: for an unknown name, family or field of `architecture`, or a value out of range;
+            other keywords are stored, as in transformers.
     """
 
     model_type = FORMAT
@@ -172,33 +173,31 @@ class LocalityForImageClassification(PreTrainedModel):
                 Default: as in the configuration.
             interpolate_pos_encoding: accepted; position embeddings always are where sizes differ.
         """
-        with self._observed(output_attentions, output_hidden_states) as seen:
+        with self._observed(output_attentions, output_hidden_states) as parts:
             logits = self.locality(pixel_values)
         if not self.training:
             logits = logits / self.config.temperature
         loss = None if labels is None else self.loss_function(labels, logits, self.config)
-        return LocalityOutput(loss, logits, **seen)
+        return LocalityOutput(loss=loss, logits=logits, **parts)
 
     @contextlib.contextmanager
     def _observed(self, attentions: bool | None, states: bool | None) -> Iterator[dict[str, Any]]:
-        """Context manager: fields of `LocalityOutput` that were asked for, filled at its end."""
-        seen: dict[str, Any] = {}
-        if attentions is None:
-            attentions = self.config.output_attentions
-        if states is None:
-            states = self.config.output_hidden_states
+        """Context manager: the parts of `LocalityOutput` that are asked for, filled at its end."""
+        config, parts = self.config, dict[str, Any]()
+        attentions = config.output_attentions if attentions is None else attentions
+        states = config.output_hidden_states if states is None else states
         with contextlib.ExitStack() as observed:
             views = observed.enter_context(capture(self.locality)) if attentions else []
             hidden = observed.enter_context(_hidden_states(self.locality)) if states else None
-            yield seen
+            yield parts
         if hidden is not None:
-            seen["hidden_states"] = tuple(hidden)
+            parts["hidden_states"] = tuple(hidden)
         if attentions:
             maps = [view.maps for view in views]
-            seen["attentions"] = tuple(layer.mixed for layer in maps)
-            seen["content_attentions"] = tuple(layer.content for layer in maps)
-            seen["positional_attentions"] = tuple(layer.position for layer in maps)
-            seen["gates"] = tuple(layer.gate for layer in maps)
+            parts["attentions"] = tuple(layer.mixed for layer in maps)
+            parts["content_attentions"] = tuple(layer.content for layer in maps)
+            parts["positional_attentions"] = tuple(layer.position for layer in maps)
+            parts["gates"] = tuple(layer.gate for layer in maps)
 
     def init_weights(self) -> None:
         """Do nothing: `build` has initialised the weights as in the papers."""
@@ -211,6 +210,9 @@ class LocalityForImageClassification(PreTrainedModel):
             for name, tensor in _tensors(self.locality).items()
             if not getattr(tensor, "_is_hf_initialized", False)
         }
+        heads = tuple(f"{name}." for name in self.locality.config.classifiers)
+        if any(name.startswith(heads) for name in missing):
+            self.config.temperature = 1.0  # another classifier's
         if missing:
             fresh = _tensors(build(self.locality.config))
             for name, tensor in missing.items():
@@ -229,18 +231,15 @@ class LocalityModel(LocalityForImageClassification):
         pixel_values: Tensor,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
-        **_: Any,
+        interpolate_pos_encoding: bool | None = None,
     ) -> BaseModelOutputWithPooling:
         """Normalised images (B, C, H, W) → `last_hidden_state`, the tokens (B, N, width), and
-        `pooler_output`, the classifier's input (B, width); see `LocalityOutput` for the rest."""
-        with self._observed(output_attentions, output_hidden_states) as seen:
+        `pooler_output`, the classifier's input (B, width); arguments as in the classifier."""
+        with self._observed(output_attentions, output_hidden_states) as parts:
             features = self.locality.forward_features(pixel_values)
-        return BaseModelOutputWithPooling(
-            features,
-            self.locality.forward_head(features, pre_logits=True),
-            seen.get("hidden_states"),
-            seen.get("attentions"),
-        )
+        pooled = self.locality.forward_head(features, pre_logits=True)
+        others = parts.get("hidden_states"), parts.get("attentions")
+        return BaseModelOutputWithPooling(features, pooled, *others)
 
 
 @contextlib.contextmanager

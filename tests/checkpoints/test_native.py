@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from locality.errors import UserError
 from locality.models import VARIANTS, build
 
 SMALL_CVT = {"depth": (1, 1, 1), "num_classes": 10, "img_size": 64}
+PICTURE = Image.new("RGB", (12, 9), "teal")
 RESULT = {"fraction": 0.5, "top1": 97.25, "top5": None, "private": "not for cards"}
 
 
@@ -80,6 +82,57 @@ def test_a_loaded_model_is_saved_with_what_its_file_knew(tmp_path):
     model.reset_classifier(2)  # other classes
     again = open_model(save(model, tmp_path / "c"))
     assert (again.preprocessing, again.classes) == (own, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("swin_tiny_patch4_window7_224", {"embed_dim": 24, "img_size": 64, "window_size": 4}),
+        ("eva02_tiny_patch14_224", {"img_size": 28, "depth": 1}),
+    ],
+)
+def test_timms_tables_that_no_file_holds_are_computed(name, fields, tmp_path):
+    model = build(f"timm/{name}", num_classes=3, **fields).eval()
+    before, images = torch.get_rng_state(), torch.zeros(1, 3, *model.img_size)
+    loaded = load(save(model, tmp_path))
+    assert torch.equal(torch.get_rng_state(), before)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(images), model(images))
+
+
+def test_a_fused_model_is_not_saved(tmp_path):
+    fields = SMALL_CVT | {"projection": "linear"}  # without BatchNorm its tensors keep their names
+    with pytest.raises(UserError, match="fused from"):
+        save(build("cvt_13", **fields).fuse(), tmp_path)
+
+
+def test_another_classifier_is_not_calibrated(tmp_path):
+    model = build("convit_nano")
+    model.temperature, model.problem_type = 2.5, "multi_label_classification"
+    again = load(save(model, tmp_path))
+    again.reset_classifier(3)
+    held = open_model(save(again, tmp_path))
+    assert (held.temperature, held.problem_type) == (1.0, None)
+
+
+@pytest.mark.parametrize("fields", [{"num_classes": 0}, {"global_pool": ""}])
+def test_features_are_no_probabilities(fields):
+    with pytest.raises(UserError, match="no classifier"):
+        Classifier.of(build("convit_nano", **fields)).predict(PICTURE)
+
+
+def test_a_classifier_is_cast_copied_and_pickled():
+    model = build("convit_nano").eval()
+    one = Classifier.of(model)
+    expected = one([PICTURE])
+    torch.testing.assert_close(pickle.loads(pickle.dumps(one))([PICTURE]), expected)
+    other = copy.deepcopy(one).flipped()
+    for parameter in other.model.parameters():
+        parameter.data.zero_()
+    torch.testing.assert_close(other([PICTURE]), torch.full((1, 10), 0.1))
+    assert not one.logits(torch.zeros(1, 3, 8, 8)).requires_grad
+    half = Classifier.of(model.bfloat16())
+    torch.testing.assert_close(half([PICTURE]), expected, atol=0.01, rtol=0)
 
 
 def test_pictures_are_converted_as_files_are_read(tmp_path):

@@ -245,3 +245,22 @@ def test_a_heads_numbers_are_those_of_transformers_pipeline(kind, tmp_path, rand
             assert dict(data["models"][0]["answers"][0]) == pytest.approx(expected, abs=1e-6)
         if kind == "multi_label_classification":
             assert main(evaluate) == 2 and "several labels" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"embed_kernel": 3, "embed_stride": (1, 2), "embed_padding": 0},
+        {"projection_kernel": 7, "kv_padding": 0, "img_size": 64},
+    ],
+)
+def test_axes_are_dynamic_only_where_their_bound_is_proved(fields):
+    model = build(replace(CVT, **fields)).eval()
+    example = torch.randn(2, 3, *model.img_size)
+    torch.export.export(model, (example,), dynamic_shapes=(graphs._dynamic_axes(model),))
+
+
+def test_a_graph_without_a_classifier_is_refused(tmp_path):
+    export(build("convit_nano", num_classes=0), tmp_path / "a.onnx")
+    with pytest.raises(UserError, match="without a classifier"):
+        open_model(tmp_path / "a.onnx")

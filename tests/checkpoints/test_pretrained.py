@@ -13,6 +13,7 @@ from timm.data import resolve_model_data_config
 from locality.checkpoints import (
     SOURCES,
     Preprocessing,
+    api,
     convert,
     create_model,
     load,
@@ -233,3 +234,11 @@ def test_load_weights_says_what_it_changed_and_more_channels_are_timms(weights):
     assert "10 classes" in classes and "3 to 5 channels" in channels and "8×8" in positions
     expected = timm.models.adapt_input_conv(5, weights[1].patch_embed.weight)
     assert torch.equal(model.patch_embed.weight, expected)
+
+
+def test_timms_weights_have_their_names(monkeypatch):
+    assert create_model("timm/test_vit.r160_in1k").variant == "timm/test_vit.r160_in1k"
+    asked = []
+    monkeypatch.setattr(api, "load_weights", lambda model, what, entry: asked.append(what) or [])
+    create_model("timm/test_vit", pretrained=True)
+    assert asked == ["timm/test_vit"]

@@ -140,3 +140,10 @@ def test_scores_beyond_half_precision_are_no_attention():
     v = torch.randn(1, 1, 81, 8).half()
     expected = P.positional_attention(v_pos, (9, 9)).half() @ v
     torch.testing.assert_close(P.attend_jointly(q, q, v, v_pos, (9, 9)), expected)
+
+
+def test_maps_of_half_precision_models_are_computed_in_full():
+    v_pos = torch.tensor([[-0.37, 4.1, -5.3]]).bfloat16()
+    exact = P.positional_attention(v_pos.float(), (16, 16))
+    found = P.positional_attention(v_pos, (16, 16)).float()
+    torch.testing.assert_close(found, exact, rtol=0.02, atol=1e-3)

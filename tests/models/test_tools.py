@@ -9,12 +9,14 @@ import torch.nn.functional as F
 from torch import distributed, multiprocessing, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.utils import prune, weight_norm
+from torch.nn.utils import parametrizations, prune, weight_norm
 from torchvision.models.feature_extraction import create_feature_extractor
 
 import locality
+from locality.errors import UserError
 from locality.layers.block import Block
-from locality.models import list_models
+from locality.models import factory, list_models
+from locality.models.config import CvTConfig
 
 OURS = ("convit_nano", "deit_nano", "cvt_nano")
 LABELS = torch.tensor([0, 1, 2, 0])
@@ -165,3 +167,69 @@ def train_sharded(rank, names, folder):
 def test_sharded_models_train_as_whole_ones(tmp_path):
     """FSDP2 on every block, in two processes."""
     multiprocessing.spawn(train_sharded, ([*OURS, "test_vit"], tmp_path), nprocs=2)
+
+
+def small_cvt(**fields):
+    """A CvT of two stages, with every parameter changed."""
+    small = {"embed_dim": (8, 16), "num_heads": (1, 2), "depth": 1, "num_classes": 3}
+    small |= {"embed_kernel": (7, 3), "embed_stride": (4, 2), "embed_padding": (2, 1)}
+    torch.manual_seed(0)
+    model = factory.build(CvTConfig(**(small | {"img_size": 32} | fields))).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def adapted(model):
+    import peft
+
+    config = peft.LoraConfig(target_modules=["fc1", "fc2"], r=4, init_lora_weights=False)
+    return peft.get_peft_model(model, config).base_model.model.eval()
+
+
+def normed(model):
+    for part in [part for part in model.modules() if hasattr(part, "fc2")]:
+        parametrizations.weight_norm(part.fc2)
+    return model
+
+
+@pytest.mark.parametrize("change", [adapted, normed])
+def test_replaced_layers_are_not_folded(change, images):
+    model = change(small_cvt())
+    with torch.no_grad():
+        torch.testing.assert_close(model.fuse()(images), model(images), rtol=1e-4, atol=1e-4)
+
+
+def test_checkpointed_blocks_go_back_twice_and_count_statistics_once(images):
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(small_cvt()).train()
+    model.set_grad_checkpointing()
+    loss = model(images).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert model.stages[0].blocks[0].attn.q.norm.num_batches_tracked == 1
+
+
+def test_maps_of_a_stem_are_those_of_the_whole_model():
+    model, x = factory.build("cvt_photo").eval(), torch.randn(1, 3, 64, 64)
+    whole = model.forward_intermediates(x, [0], intermediates_only=True)
+    model.prune_intermediate_layers([0], prune_norm=True)
+    torch.testing.assert_close(model.forward_intermediates(x, [0], intermediates_only=True), whole)
+    with pytest.raises(UserError, match="class_token"):
+        small_cvt(depth=(1, 0), class_token=True, global_pool="token")
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 8), (1, 3, 3, 8, 8)])
+def test_images_that_are_no_batch_are_refused(shape):
+    with pytest.raises(UserError, match=r"\(B, C, H, W\)"):
+        factory.build("convit_nano")(torch.zeros(shape))
+
+
+def test_shapes_are_known_without_memory():
+    model = factory.build("convit_nano").fuse().to("meta")
+    assert model(torch.zeros(1, 3, 8, 8, device="meta")).shape == (1, 10)
+
+
+def test_a_timm_models_features_have_the_width_it_states():
+    model = factory.build("timm/mobilenetv3_small_050", num_classes=3).eval()
+    assert model.features(torch.randn(1, 3, 64, 64)).shape == (1, model.head_hidden_size)
+    assert factory.build("timm/test_vit").num_prefix_tokens == 1

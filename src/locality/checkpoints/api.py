@@ -32,6 +32,7 @@ from locality.errors import NonFiniteLogits, UserError, prefix_errors, wrap_erro
 from locality.models import factory
 from locality.models.base import ImageClassifier
 from locality.models.factory import TimmModel
+from locality.models.variants import PREFIX
 from locality.templates import data_url
 
 _log = logging.getLogger("locality")
@@ -53,6 +54,17 @@ class Flipped(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return (self.logits(images) + self.logits(images.flip(-1))) / 2
+
+
+@dataclass(frozen=True)
+class _WithoutGradients:
+    """A function called without gradients; unlike `torch.no_grad()(…)` it is pickled and copied."""
+
+    function: Callable[[Tensor], Tensor]
+
+    def __call__(self, images: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.function(images)
 
 
 @dataclass(frozen=True)
@@ -107,7 +119,7 @@ class Classifier:
         set_data_config(model, preprocessing)
         return cls(
             name or model.variant or type(model).__name__,
-            torch.no_grad()(model),
+            _WithoutGradients(model),
             preprocessing,
             None if classes is None else tuple(classes),
             model,
@@ -130,8 +142,18 @@ class Classifier:
         return self.probabilities(logits)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Logits (B, classes) → probabilities: of each class alone if an image has several."""
-        logits = logits / self.temperature
+        """Logits (B, classes) → probabilities: of each class alone if an image has several.
+
+        Raises:
+            UserError: for a model without a classifier, or one that classifies every token.
+        """
+        if logits.ndim != 2 or (self.model is not None and not self.model.num_classes):
+            raise UserError(
+                f"{self.name} has no classifier of images: it returns features of shape "
+                f"{tuple(logits.shape)}; give a model with num_classes above 0 and a global_pool, "
+                f"or call `features` of the model"
+            )
+        logits = logits.float() / self.temperature  # NumPy has no bf16
         if self.problem_type == "multi_label_classification" or logits.shape[-1] == 1:
             return logits.sigmoid()  # as in transformers' pipeline
         return logits.softmax(dim=-1)
@@ -190,7 +212,7 @@ class Classifier:
         if not (pixels := self.pixels(images)):
             return torch.empty(0, len(self.preprocessing.mean), *self.preprocessing.size)
         batch = normalise(pixels, self.preprocessing)
-        return batch if self.model is None else batch.to(next(self.model.parameters()).device)
+        return batch if self.model is None else batch.to(next(self.model.parameters()))
 
     def predict(self, images: Any, top: int = 5) -> Any:
         """The most likely classes of one or more images.
@@ -236,7 +258,7 @@ class Classifier:
 
     def flipped(self) -> Classifier:
         """The same model with test-time augmentation, see `Flipped`."""
-        return replace(self, logits=torch.no_grad()(Flipped(self.logits)))
+        return replace(self, logits=_WithoutGradients(Flipped(self.logits)))
 
     def with_classes(self, names: Sequence[str]) -> Classifier:
         """The same model with the class names of its outputs, see `class_map`."""
@@ -379,7 +401,10 @@ def create_model(
         raise UserError("give either pretrained=True or weights=PATH, not both")
     if entry is not None and weights is None:
         raise UserError("entry selects a state dict of weights; also give weights=PATH")
-    row = source(name) if pretrained or "." in name else None
+    ours = not name.startswith(PREFIX)
+    row = source(name) if ours and (pretrained or "." in name) else None
+    if pretrained and not ours:
+        weights = name
     if row is not None:
         img_size = row.preprocessing.img_size if img_size is None else img_size
         weights = row.name if pretrained else weights

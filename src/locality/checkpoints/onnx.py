@@ -101,9 +101,13 @@ def _dynamic_axes(model: ImageClassifier) -> dict[int, Any]:
     config = model.config
     if not isinstance(config, CvTConfig) or any(stage.use_pos_embed for stage in config.stages):
         return axes
+    # torch.export proves the grids of keys only with the usual padding.
+    if any(stage.kv_padding != stage.projection_kernel // 2 for stage in config.stages):
+        return axes
     # torch.export specialises sizes of 1, so every grid must have at least 2, or a fixed size.
     strides = [stage.embed_stride for stage in config.stages]
     side = 2 * math.prod(strides) * max(max(stage.kv_stride, default=1) for stage in config.stages)
+    side = max(side, config.shortest(2))
     if min(model.img_size) < side:
         return axes
     return axes | {2: Dim("height", min=side), 3: Dim("width", min=side)}
@@ -164,6 +168,11 @@ def open_graph(path: Path) -> tuple[Callable[[Tensor], Tensor], Checkpoint]:
         if described is None:
             raise UserError("it was not exported by this library: it has no preprocessing")
         held = Checkpoint.from_description(parse_json(described, "its description"))
+        if not held.config.num_classes:
+            raise UserError(
+                "it was exported without a classifier (num_classes=0) and gives features; run it "
+                "with ONNX Runtime itself"
+            )
 
     def logits(images: Tensor) -> Tensor:
         import onnxruntime

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from timm.layers import DropPath
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # SyncBatchNorm, too
 from torch.utils.checkpoint import checkpoint
 
 from locality.layers.fast import linear
@@ -117,14 +118,28 @@ def run(block: Any, function: Callable[..., Tensor], *args: Any) -> Tensor:
         return function(*args)
     options: dict[str, Any] = {}
     if not torch.compiler.is_compiling():
-        options["context_fn"] = lambda: (contextlib.nullcontext(), frozen_statistics(block))
+        options["context_fn"] = lambda: (contextlib.nullcontext(), _Recomputing(block))
     return checkpoint(function, *args, use_reentrant=False, **options)
+
+
+class _Recomputing:
+    """`frozen_statistics` that can be entered again: by each backward pass of one forward pass."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+
+    def __enter__(self) -> None:
+        self.context = frozen_statistics(self.block)
+        self.context.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self.context.__exit__(*error)
 
 
 @contextlib.contextmanager
 def frozen_statistics(module: nn.Module) -> Iterator[None]:
     """Context manager: BatchNorm updates copies of its running statistics."""
-    norms = [part for part in module.modules() if isinstance(part, nn.BatchNorm2d)]
+    norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
     with contextlib.ExitStack() as undo:
         for norm in norms:
             for name, buffer in [*norm.named_buffers()]:

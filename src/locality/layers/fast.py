@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
@@ -48,7 +49,7 @@ def linear(layer: nn.Module, x: Tensor, rows: slice | None = None) -> Tensor:
         and x.numel() >= _MIN_ELEMENTS
         and not torch.is_autocast_enabled("cpu")
     )
-    if not (convolve or rows) or type(layer) is not nn.Linear or _is_observed(layer):
+    if not (convolve or rows) or type(layer) is not nn.Linear or not _is_plain(layer):
         out = layer(x)
         return out[..., rows] if rows else out
     weight: Tensor = layer.weight
@@ -65,11 +66,13 @@ def linear(layer: nn.Module, x: Tensor, rows: slice | None = None) -> Tensor:
     return out.permute(0, 2, 3, 1).reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _is_observed(layer: nn.Module) -> bool:
-    """Whether calling the layer does more than its own `forward`."""
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether the layer is torch's own, and calling it does no more than its own `forward`."""
+    if type(layer) not in (nn.Linear, nn.Conv2d):
+        return False
     hooks = layer._forward_hooks or layer._forward_pre_hooks
     backward = layer._backward_hooks or layer._backward_pre_hooks
-    return bool(hooks or backward or "forward" in layer.__dict__ or _has_any_global_hook())
+    return not (hooks or backward or "forward" in layer.__dict__ or _has_any_global_hook())
 
 
 @torch.fx.wrap
@@ -94,13 +97,14 @@ def fold(model: nn.Module) -> None:
     """Merge layers for evaluation, in place.
 
     BatchNorm is folded into the convolution before it, and W₂·quick_gelu(W₁x) becomes the equal
-    (W₂/1.702)·silu(1.702·W₁x).
+    (W₂/1.702)·silu(1.702·W₁x). A layer that has hooks, or was replaced, stays as it is.
     """
     module: Any
     for module in list(model.modules()):
-        if isinstance(getattr(module, "norm", None), nn.BatchNorm2d):
+        if isinstance(getattr(module, "norm", None), _BatchNorm) and _is_plain(module.conv):
             module.conv, module.norm = fuse_conv_bn_eval(module.conv, module.norm), nn.Identity()
-        if hasattr(getattr(module, "act", None), "slope"):
+        own_act = hasattr(getattr(module, "act", None), "slope")
+        if own_act and _is_plain(module.fc1) and _is_plain(module.fc2):
             for parameter in module.fc1.parameters():
                 parameter.mul_(module.act.slope)
             module.fc2.weight.div_(module.act.slope)

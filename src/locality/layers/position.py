@@ -116,7 +116,7 @@ class Separable(NamedTuple):
 
 def positional_factors(v_pos: Tensor, grid: Grid) -> Separable:
     """The factors of positional attention: (h, 3) → (h, H, H) over rows, (h, W, W) over columns."""
-    return Separable.of(axis_scores(v_pos, grid), v_pos.dtype)
+    return Separable.of(axis_scores(in_full(v_pos), grid), v_pos.dtype)
 
 
 def positional_attention(v_pos: Tensor, grid: Grid) -> Tensor:

@@ -49,11 +49,8 @@ class ImageClassifier(nn.Module):
         self.num_features = self.embed_dim = self.head_hidden_size = num_features
         self.num_prefix_tokens = int(config.has_class_token)
         self.fused = self.shortcuts = False
-        self.inherited: list[int] = []
         self.preprocessing: Any = None
-        self.classes: tuple[str, ...] | None = None
-        self.problem_type: Any = None
-        self.temperature = 1.0
+        self.forget_classifier()
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) → logits (B, num_classes)."""
@@ -77,6 +74,13 @@ class ImageClassifier(nn.Module):
     def feature_info(self) -> list[dict[str, Any]]:
         """One entry per feature map: its width (`num_chs`), `reduction` in pixels, and `module`."""
         raise NotImplementedError
+
+    def forget_classifier(self) -> None:
+        """Forget what was known of a classifier that is replaced."""
+        self.inherited: list[int] = []
+        self.classes: tuple[str, ...] | None = None
+        self.problem_type: Any = None
+        self.temperature = 1.0
 
     def layer_ids(self) -> dict[str, int]:
         """Parameter name → layer index in timm's convention, starting with the stem."""

@@ -301,8 +301,11 @@ class CvTConfig(Architecture):
         check(self)
         if not self.embed_dim:
             raise UserError("embed_dim is empty; give the width of each stage")
-        if not self.per_stage("depth")[-1]:
-            raise UserError("depth is 0 in the last stage; only a stem has no blocks")
+        if not self.per_stage("depth")[-1] and self.has_class_token:
+            raise UserError(
+                "depth is 0 in the last stage: its class token would attend to nothing; give it "
+                "blocks, or use class_token=False"
+            )
         for name in StageConfig._fields:  # each model is written in one way
             values = self.per_stage(name)
             if name == "drop_path_rate":
@@ -370,12 +373,17 @@ class CvTConfig(Architecture):
     @property
     def minimum_size(self) -> int:
         """The shortest image side, in pixels, that leaves at least one token in every stage."""
-        side = 1
+        return self.shortest(1)
+
+    def shortest(self, tokens: int) -> int:
+        """The shortest image side, in pixels, with at least `tokens` queries and keys along it."""
+        side = tokens
         for stage in reversed(self.stages):
             if stage.projection != "linear":
-                side = max(side, stage.projection_kernel - 2 * stage.kv_padding)
+                steps = (tokens - 1) * max(stage.kv_stride, default=1)
+                side = max(side, steps + stage.projection_kernel - 2 * stage.kv_padding)
             side = (side - 1) * stage.embed_stride + stage.embed_kernel - 2 * stage.embed_padding
-            side = max(1, side)
+            side = max(tokens, side)
         return side
 
     def grids(self, size: Sequence[int]) -> list[Grid]:

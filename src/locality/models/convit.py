@@ -267,7 +267,8 @@ class VisionTransformer(transformer.Transformer):
     def parts(self, x: Tensor, grid: Grid) -> list[Any]:
         """For each layer, what its attention needs that depends on no token; in few kernels."""
         device = x.device.type
-        autocast = torch.is_autocast_enabled(device)
+        # The meta device has no autocast.
+        autocast = not x.is_meta and torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
         kinds: list[list[Any]] = []  # not itertools.groupby, which breaks torch.compile's graph
         for block in self.blocks:

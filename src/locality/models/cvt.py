@@ -360,7 +360,7 @@ class ConvolutionalVisionTransformer(transformer.Transformer):
         cancels. So does BatchNorm's bias on the keys, unless a class token skips it. If the
         classifier reads the class token, the last block's convolved queries are unused.
         """
-        unused = set()
+        unused, last = set(), ""
         for name, module in self.named_modules():
             if isinstance(module, ConvolutionalAttention):
                 last = name if module.class_token else ""

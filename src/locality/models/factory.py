@@ -35,6 +35,8 @@ class TimmModel(ImageClassifier):
         except (AssertionError, LookupError, RuntimeError, ValueError) as error:
             raise UserError(f"{config.name} cannot be built: {error}") from error
         super().__init__(config, model.num_features)
+        self.head_hidden_size = getattr(model, "head_hidden_size", model.num_features)
+        self.num_prefix_tokens = getattr(model, "num_prefix_tokens", 0)
         # Convolutions take 0.5 to 0.8 of their time on a CPU; other layers the same.
         self.model = model.to(memory_format=torch.channels_last)
 
@@ -79,7 +81,8 @@ class TimmModel(ImageClassifier):
         if global_pool is not None:
             raise UserError(f"the pooling of {self.config.name} is set when it is built")
         self.model.reset_classifier(num_classes)
-        self.num_classes, self.classes = num_classes, None
+        self.num_classes = num_classes
+        self.forget_classifier()
         self.config = dataclasses.replace(self.config, num_classes=num_classes)
 
     def no_weight_decay(self) -> set[str]:

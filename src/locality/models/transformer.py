@@ -70,7 +70,7 @@ class Transformer(ImageClassifier):
 
     def token_grids(self, x: Tensor) -> list[Grid]:
         """The token grids of images (B, C, H, W)."""
-        return token_grids(self.config, x.shape[1:])
+        return token_grids(self.config, x.shape)
 
     @property
     def grad_checkpointing(self) -> bool:
@@ -108,7 +108,8 @@ class Transformer(ImageClassifier):
             # Other pooling keeps the class token.
             changed |= {"global_pool": global_pool, "class_token": self.config.has_class_token}
         self.config = self.config.with_overrides(**changed)
-        self.num_classes, self.classes = num_classes, None
+        self.num_classes = num_classes
+        self.forget_classifier()
         head = make_head(self.num_features, num_classes).to(next(self.parameters()))
         self.head = head.train(self.training)
 
@@ -228,12 +229,17 @@ def prepend_class_token(token: Tensor, patches: Tensor) -> Tensor:
 
 @torch.fx.wrap
 def token_grids(config: Architecture, images: Sequence[int]) -> list[Grid]:
-    """`config.grids` of images (C, H, W), as one node of a traced graph.
+    """`config.grids` of images (B, C, H, W), as one node of a traced graph.
 
     Raises:
         UserError: if the model does not accept this image size or number of channels.
     """
-    channels, *size = images
+    if len(images) != 4:
+        raise UserError(
+            f"the images have shape {tuple(images)}; give a batch, (B, C, H, W): one image as "
+            f"image[None]"
+        )
+    _, channels, *size = images
     if channels != config.in_chans:
         raise UserError(
             f"these images have {channels} channels, the model takes {config.in_chans}; convert "
