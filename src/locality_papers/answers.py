@@ -1,24 +1,22 @@
 """The rule that answers each question from the recorded runs.
 
 **yes**: the effect is significantly above 0, or on the asked side of the question's threshold.
-**no**: it is significantly on the other side, contradicting the question. **less**: neither is
-shown, and an effect as large as the paper's (or one point of accuracy, if the paper gives none) is
-excluded. **cannot tell**: everything else, and any effect with fewer than three seeds.
+**no**: significantly on the other side. **less**: neither, and significantly smaller than the
+paper's effect, or than one point of accuracy if the paper gives none. **cannot tell**: the rest,
+and any effect with fewer than three seeds.
 
-Tests are Student's t over seeds at 5%, on differences paired by seed. Holm's correction covers the
-questions of a table or figure at a scale, the papers' and our own separately: first testing for
-effects that differ from 0, then, among the rest, for effects smaller than the paper's. Where a
-protocol was fixed before the first run, these are all questions that it lists, and none is answered
-before all of them have all seeds: until then they are "cannot tell (3 of 8 seeds)". A question that
-it does not list is marked *asked later* and is corrected apart. At older scales the questions that
-have runs are counted.
+Tests are by Student's t at 5%, of differences paired by seed. Holm's correction covers the
+questions of a table or figure at a scale, the papers' and our own apart: first for a difference
+from 0 or the threshold, then, among the rest, for "less". Where a protocol was fixed first, all
+questions that it lists count, and all are "cannot tell" until the last of them has all its seeds;
+one that it does not list is marked *asked later* and corrected apart. Elsewhere those with runs
+count.
 
-On `digits` every seed divides the same images again, so that test sets share a quarter of their
-images and training sets three quarters: intervals are widened by √(1 + n/3), as Nadeau and Bengio
-(2003) derive. Elsewhere all seeds share their test images: seeds and images are two samples, and
-two models are compared image by image. Where it was not recorded which images a model had right,
-its accuracies count as independent over images. That makes the interval an upper bound and "less"
-and "cannot tell" likelier: these answers are marked *unpaired*, with the interval over seeds alone.
+The error of an effect on `digits` is over seeds, widened by √(1 + n/3) (Nadeau and Bengio, 2003),
+as every seed divides the same images again. That of accuracies elsewhere is over seeds and images,
+both as samples, models compared image by image. *Unpaired*: which images were right was not
+recorded; they count as independent, so the interval is an upper bound, "yes" and "no" are rarer,
+and the interval over seeds alone follows. Nonlocality and gates: over seeds, on the same 256 images.
 Quantities computed from the models alone need no seeds.
 """
 

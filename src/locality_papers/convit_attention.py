@@ -29,8 +29,8 @@ GATES_FALL = 0.731
 
 _NEAR_0 = 0.1
 _POSITION_TELLS = (
-    "in 4×4 tokens the place of a stroke nearly identifies a digit; for images where it does not, "
-    "see beyond/shuffled"
+    "in 4×4 tokens the place of a stroke may identify a digit; for images where it does not, see "
+    "beyond/shuffled"
 )
 
 
@@ -207,7 +207,8 @@ def figure_3(t: Experiment, s: Scale) -> None:
     """Attention maps of untrained layers: self-attention, and PSA at two strengths."""
     t.about = (
         "Untrained layers on one image; the four heads are the corners of the kernel, in the "
-        "paper's order. Self-attention (b) follows shapes, PSA at α = 0.5 (c) and 2 (d) positions."
+        "paper's order. Self-attention (b) depends on the image, PSA at α = 0.5 (c) and 2 (d) on "
+        "position."
     )
     config = s.runs("ConViT-S", seeds=s.seeds[:1])[0].config
 

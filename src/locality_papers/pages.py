@@ -20,7 +20,7 @@ from locality_papers.answers import Answer, answers, write_answers
 from locality_papers.experiment import Results, built
 from locality_papers.reproduce import names, write_picture
 from locality_papers.runs import get_scale
-from locality_papers.table import Recorded, read_lines
+from locality_papers.table import NOT_RUN, Recorded, read_lines
 from locality_papers.text import Part, page, papers, rendered, said, signed
 
 SHOWN = {
@@ -120,19 +120,14 @@ def findings(
         pages: experiments that have a page: name → scale → its picture.
     """
     asked = _by_question(found)
-    sections: dict[str, list[Any]] = {"ConViT": [], "CvT": [], "Counted on the models": []}
-    own: dict[str, dict[str, Counter[str]]] = {}
+    sections: dict[str, list[Any]] = {"ConViT": [], "CvT": []}
+    counted: dict[str, Counter[str]] = {}
     for (name, _), at in asked.items():
-        question = next(iter(at.values()))
-        if not question["where"]:
-            for scale, answer in at.items():
-                counts = own.setdefault(name, {}).setdefault(scale, Counter())
-                counts[answer["answer"]] += 1
-        elif question["n"] is None and len(at) == 1:
-            sections["Counted on the models"].append(question | {"at": {"all": question}})
-        else:
+        question = max(at.values(), key=lambda of: of["paper"] is not None)
+        if question["where"] and question["n"] is None and len(at) == 1:
+            counted.setdefault(name, Counter())[question["answer"]] += 1
+        elif question["where"]:
             sections["ConViT" if name.startswith("convit") else "CvT"].append(question | {"at": at})
-    shown = SHOWN | {"all": "here"}
     tasks = list(dict.fromkeys(each["task"] for each in found if each["task"]))
     untested = {}
     for name, by_scale in every.items():
@@ -142,18 +137,17 @@ def findings(
     return rendered(
         "findings.md",
         scales={scale: of.experiment.scale.about for scale, of in every["convit/table-2"].items()},
-        shown=shown,
-        headlines=headlines(found),
+        shown=SHOWN,
         sections=[
             (
                 title,
-                [scale for scale in shown if any(scale in of["at"] for of in questions)],
+                [scale for scale in SHOWN if any(scale in of["at"] for of in questions)],
                 questions,
             )
             for title, questions in sections.items()
         ],
         tasks=tasks,
-        own=own,
+        counted=counted,
         untested=untested,
         titles={name: next(iter(of.values())).experiment.title for name, of in every.items()},
         pages=pages,
@@ -167,8 +161,9 @@ def _reasons(by_scale: Mapping[str, Results], texts: Iterable[str]) -> str:
     for scale, of in by_scale.items():
         if scale != "fashion14":  # of Table 2 only
             for question in of.experiment.questions:
-                if question.text in texts:
-                    reasons.setdefault(of.effect(question.effect).empty, {})[scale] = None
+                empty = of.effect(question.effect).empty
+                if question.text in texts and empty != NOT_RUN:
+                    reasons.setdefault(empty, {})[scale] = None
     grouped: dict[str, list[str]] = {}
     for reason, scales in reasons.items():
         grouped.setdefault(", ".join(SHOWN[scale] for scale in scales), []).append(reason)
@@ -205,7 +200,8 @@ def headlines(found: Iterable[Answer]) -> str:
     for question, at in rows.items():
         if at:
             cells = [said(at[scale], brief=True) if scale in at else "" for scale in scales]
-            lines.append([question, papers(next(iter(at.values()))), *cells])
+            given = max(at.values(), key=lambda of: of["paper"] is not None)
+            lines.append([question, papers(given), *cells])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

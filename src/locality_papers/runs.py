@@ -106,7 +106,7 @@ class Scale:
             seeds: the scale's by default.
             keep_weights: save snapshots of the weights; by default only for the role's model
                 itself on the scale's fraction.
-            needs: see `Run`.
+            needs: see `Request`.
             label: part of the name, instead of the changes.
             fields: changed fields of the role's model configuration.
             changes: other settings by dotted name, with "__" for dots: `data__dataset`.
