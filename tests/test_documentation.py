@@ -162,9 +162,9 @@ CARDS = "src/locality/weights/"
 FIRST_DOOR = "benchmarks/results/first_door-2026-11-28.json"
 README_NUMBERS = {
     "0.28 M parameters": (CARDS + "convit_photo.tiny_in200.md", "0.28 M parameters"),
-    "CvT 49.1%, ConViT 42.4, DeiT 40.1 of 200 classes": (
+    "CvT (1.4 M) 49.1%, ConViT 42.4, DeiT 40.1 of 200 classes": (
         "docs/weights.md",
-        *("| 49.1 |", "| 42.4 |", "| 40.1 |"),
+        *("| 1.44 M |", "| 49.1 |", "| 42.4 |", "| 40.1 |"),
     ),
     "200 classes": (CARDS + "convit_photo.tiny_in200.md", "200 classes"),
     "layer 1 attends by position and content": ("docs/gallery.py", '(1, 4, "both")'),
