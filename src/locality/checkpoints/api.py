@@ -132,27 +132,24 @@ class Classifier:
         """PIL images → probabilities (B, classes); (0, 0) for no images.
 
         Raises:
-            UserError: as in `prepare` and `check_logits`.
+            UserError: as in `prepare` and `check_logits`, for a model without a classifier, or one
+                that classifies every token.
         """
         batch = self.prepare(images)
         if not len(batch):
             return torch.empty(0, 0)
         logits = self.logits(batch)
-        self.check_logits(logits)
-        return self.probabilities(logits)
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """Logits (B, classes) → probabilities: of each class alone if an image has several.
-
-        Raises:
-            UserError: for a model without a classifier, or one that classifies every token.
-        """
         if logits.ndim != 2 or (self.model is not None and not self.model.num_classes):
             raise UserError(
                 f"{self.name} has no classifier of images: it returns features of shape "
                 f"{tuple(logits.shape)}; give a model with num_classes above 0 and a global_pool, "
                 f"or call `features` of the model"
             )
+        self.check_logits(logits)
+        return self.probabilities(logits)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Logits (…, classes) → probabilities: of each class alone if an image has several."""
         logits = logits.float() / self.temperature  # NumPy has no bf16
         if self.problem_type == "multi_label_classification" or logits.shape[-1] == 1:
             return logits.sigmoid()  # as in transformers' pipeline
