@@ -16,8 +16,8 @@ The error of an effect on `digits` is over seeds, widened by √(1 + n/3) (Nadea
 as every seed divides the same images again. That of accuracies elsewhere is over seeds and images,
 both as samples, models compared image by image. *Unpaired*: which images were right was not
 recorded; they count as independent, so the interval is an upper bound, "yes" and "no" are rarer,
-and the interval over seeds alone follows. Nonlocality and gates: over seeds, on the same 256 images.
-Quantities computed from the models alone need no seeds.
+and the interval over seeds alone follows. Nonlocality and gates: over seeds, on the same 256
+images. Quantities computed from the models alone need no seeds.
 """
 
 from __future__ import annotations
