@@ -199,6 +199,16 @@ def test_a_run_is_resumed_on_a_copy_of_its_images(photos, tmp_path, interrupt):
 # -- implausible datasets and batches --------------------------------------------------------------
 
 
+def test_validation_images_that_the_weights_know_are_counted(photos, tmp_path):
+    train(on(photos), tmp_path / "first")
+    (photos / "val/ant/0.bmp").write_bytes((photos / "train/ant/3.bmp").read_bytes())
+    (photos / "train/ant/3.bmp").unlink()
+    for weights, count in ((None, 0), (tmp_path / "first", 1)):
+        config = on(photos, weights=weights and str(weights))
+        said = dry_run(Job(config, tmp_path / "second"))
+        assert ("was trained on 1 of these 12 validation images" in said) == count
+
+
 def test_one_class_is_refused(photos, tmp_path):
     for part in ("train", "val"):
         for name in ("ant", "bee"):

@@ -431,9 +431,7 @@ class ImageFingerprint:
 
     def differences(self, before: Path) -> str:
         """The files that changed, are gone or are new since the table in `before`, in words."""
-        with wrap_errors(f"{before} is not a record of images", OSError, ValueError):
-            old = _parse_table(gunzip(before, "record of images", _MAX_TABLE_BYTES))
-        new = _parse_table(gzip.decompress(self.table))
+        old, new = _read_table(before), _parse_table(gzip.decompress(self.table))
         changes = {
             "changed": [name for name in new if name in old and old[name] != new[name]],
             "gone": [name for name in old if name not in new],
@@ -442,6 +440,12 @@ class ImageFingerprint:
         return "; ".join(
             f"{len(names):,} {what}: {some(names)}" for what, names in changes.items() if names
         )
+
+    def learnt(self, before: Path) -> int:
+        """How many validation images are training images in the table of another run."""
+        new = _parse_table(gzip.decompress(self.table))
+        known = {x for name, x in _read_table(before).items() if name.startswith("train/")}
+        return sum(x in known for name, x in new.items() if name.startswith("val/"))
 
 
 def _table(splits: DataSplits) -> str:
@@ -475,6 +479,11 @@ def _content(path: str) -> str:
             return hashlib.file_digest(file, "sha1").hexdigest()[:_DIGITS]
     except (OSError, UserError):
         return "-"
+
+
+def _read_table(path: Path) -> dict[str, str]:
+    with wrap_errors(f"{path} is not a record of images", OSError, ValueError):
+        return _parse_table(gunzip(path, "record of images", _MAX_TABLE_BYTES))
 
 
 def _parse_table(table: bytes) -> dict[str, str]:

@@ -19,7 +19,7 @@ from locality.data.sources import Examined, ImageFingerprint, kept_bytes
 from locality.errors import UserError, wrap_errors
 from locality.models import ImageClassifier, count_macs, count_parameters
 from locality.progress import doing
-from locality.runs import Run
+from locality.runs import Run, is_run_folder
 from locality.settings import replace
 from locality.training import devices
 from locality.training.config import RunConfig
@@ -167,6 +167,7 @@ class Job:
             return
         if self.config.weights is not None:
             _ = self.starting_model
+            self._check_learnt(Path(self.config.weights))
         data, train = self.config.data, self.splits.train
         notes, val = list[str](), list[Examined]()
         if data.on_bad(training=False) == "error":
@@ -178,6 +179,16 @@ class Job:
             if self.config.augment.hflip and len(examined) == len(train):
                 notes.append(mirror_classes(examined, train.labels, self.splits.classes))
         self.notes += filter(None, notes)
+
+    def _check_learnt(self, start: Path) -> None:
+        """Note validation images that the run of the initial weights was trained on."""
+        table = Run(start).images_file
+        if is_run_folder(start) and table.exists() and (count := self.images.learnt(table)):
+            self.notes.append(
+                f"{start} was trained on {count:,} of these {len(self.splits.val):,} validation "
+                f"images, so accuracy is too high; give validation images a folder of their own, "
+                f"val/"
+            )
 
     def fit_probe(self, quiet: bool) -> Probe:
         """The linear probe of the run's model; it chooses among `sizes`."""
