@@ -240,6 +240,6 @@ def table_6(t: Experiment, s: Scale) -> None:
 
 
 _CONTENT_UNUSED = (
-    "in 4×4 tokens of 8×8 pixels the gated layers, three of four, hardly use content (values and "
+    "of images of 8×8 pixels, in 4×4 tokens, three gated layers of four hardly use content (values and "
     "the last layer carry it); see beyond/shuffled"
 )
