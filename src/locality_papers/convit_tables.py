@@ -240,6 +240,6 @@ def table_6(t: Experiment, s: Scale) -> None:
 
 
 _CONTENT_UNUSED = (
-    "of images of 8×8 pixels, in 4×4 tokens, three gated layers of four hardly use content (values and "
-    "the last layer carry it); see beyond/shuffled"
+    "of images of 8×8 pixels, in 4×4 tokens, three gated layers of four hardly use content (values "
+    "and the last layer carry it); see beyond/shuffled"
 )

@@ -52,7 +52,7 @@ CLAIMS = {
         ("photographs", "yes", "Does masking content in the first gated layers cost accuracy"),
         ("photographs", "no", "Does masking content cost more than masking position"),
     ],
-    "fall in the first layer and rise in the last gated one; on digits all rise": [
+    "fall in the first layer and rise in the last gated one; on digits, at the usual rate, all": [
         ("digits", "no", FALL),
         ("photographs", "yes", "Do gates of the first half fall"),
         ("photographs", "no", "Do gates of the deeper half fall"),
@@ -65,7 +65,7 @@ CLAIMS = {
         ("photographs", "yes", "Does CvT lose less than a point without position embeddings"),
         ("photographs", "yes", "Trained without position embedding, does DeiT lose"),
     ],
-    "is above patches; convolutional projection is above linear, by its third stage": [
+    "is above patches; convolutional projection is above linear, thanks to its third stage": [
         ("photographs", "yes", "Is convolutional embedding above patches"),
         ("photographs", "yes", "Is convolutional projection above linear"),
     ],
@@ -79,7 +79,7 @@ CLAIMS = {
     "Masking position costs far more than masking content": [
         ("photographs", "no", "Does masking content cost more than masking position"),
     ],
-    "and fall where patches are shuffled": [
+    "and fall where each image's patches are shuffled in an order of its own": [
         ("digits", "yes", "Patches each in its own order: do gates fall?")
     ],
     "On digits gates rise, and masking content in the gated layers costs next to nothing": [
