@@ -17,7 +17,8 @@ from hypothesis import settings
 from PIL import Image
 from torch import nn
 
-from locality.cli import main
+from locality.cli import load_command, main
+from locality.commands import Parser
 from locality.data import datasets
 from locality.runner.runs import Outcome, Request, content_folder, execute
 from locality.training import RunConfig, recipe, replace
@@ -69,6 +70,31 @@ class Here:
         for run in runs:
             self.performed.append(run)
             yield Outcome(run, execute(run))
+
+
+class Calls:
+    """Unpickling an instance calls a function."""
+
+    def __init__(self, function: object, *arguments: object) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> object:
+        return self.call
+
+
+def parser_of(command: str) -> Parser:
+    """The parser of a command, as it parses."""
+
+    class Built(Exception):
+        pass
+
+    def read(self: Parser, _: object) -> None:
+        raise Built(self)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Built) as caught:
+        patch.setattr(Parser, "read", read)
+        load_command(command)([])
+    return caught.value.args[0]
 
 
 def tiny_config(model: str = "convit_nano", seed: int = 0, **changes: object) -> RunConfig:

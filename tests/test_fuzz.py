@@ -20,10 +20,11 @@ from PIL import Image
 
 import locality
 from locality.checkpoints.run_state import LAST, PREVIOUS, read_checkpoint, write_checkpoint
-from locality.cli import COMMANDS, load_command, main
-from locality.commands import Parser
+from locality.cli import COMMANDS, main
 from locality.settings import flatten, settings_of, to_dict
 from locality.training import recipe
+
+from .conftest import parser_of
 
 SECONDS = 20  # of one processor
 TRAIN = [
@@ -194,20 +195,9 @@ CALLED = sorted(COMMANDS.keys() - {"demo", "serve", "search", "models"})
 
 
 def options_of(command: str) -> list[str]:
-    """The options of a command."""
-    found: list[str] = []
-
-    class Stop(Exception):
-        pass
-
-    def read(self: Parser, _: object) -> None:
-        found.extend(self.options)
-        raise Stop
-
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(Stop):
-        patched.setattr(Parser, "read", read)
-        load_command(command)(["digits"] if command in ("train", "recipes") else [])
-    return sorted(set(found) - {"--output", "--predictions", "--record", "--runs", "--overwrite"})
+    """The options of a command that do not write elsewhere."""
+    written = {"--output", "--predictions", "--record", "--runs", "--overwrite"}
+    return sorted(parser_of(command).options.keys() - written)
 
 
 OPTIONS = {command: options_of(command) for command in CALLED}

@@ -17,17 +17,9 @@ from locality.checkpoints import native
 from locality.checkpoints.native import ALLOWED_CLASSES, read_state
 from locality.errors import UserError
 
+from ..conftest import Calls
+
 STATE = {"weight": torch.arange(1000.0), "steps": torch.tensor(3)}
-
-
-class Malicious:
-    """Unpickling an instance runs a shell command."""
-
-    def __init__(self, command: str) -> None:
-        self.command = command
-
-    def __reduce__(self):
-        return os.system, (self.command,)
 
 
 def assert_same(read: dict) -> None:
@@ -38,7 +30,7 @@ def assert_same(read: dict) -> None:
 @pytest.mark.parametrize("kind", ["zip", "legacy", "plain"])
 def test_a_malicious_pickle_is_refused_in_one_sentence_and_never_run(tmp_path, kind):
     victim, trap = tmp_path / "hacked", tmp_path / "weights.pth"
-    content = {"model": Malicious(f"touch {victim}"), **STATE}
+    content = {"model": Calls(os.system, f"touch {victim}"), **STATE}
     if kind == "plain":
         trap.write_bytes(pickle.dumps(content, protocol=2))
     else:

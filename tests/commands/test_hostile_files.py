@@ -11,7 +11,6 @@ import pickle
 import shutil
 import signal
 import struct
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +22,8 @@ from safetensors.torch import load_file, save_file
 
 import locality
 from locality.cli import main
+
+from ..conftest import Calls, write_image
 
 SECONDS = 120  # of waiting, for a pipe or a loop
 TRAINING = (
@@ -166,36 +167,12 @@ def saved(content: object) -> bytes:
     return buffer.getvalue()
 
 
-class Calls:
-    """Unpickling an instance calls a function."""
-
-    def __init__(self, function: object, *arguments: object) -> None:
-        self.call = function, arguments
-
-    def __reduce__(self) -> object:
-        return self.call
-
-
-def png(width: int, height: int, raw: bytes) -> bytes:
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        checksum = zlib.crc32(kind + content)
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", checksum)
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(raw)), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
-
-
-def rows(width: int, count: int) -> bytes:
-    return (b"\0" + b"\x7f" * 3 * width) * count
-
-
 def table_naming(name: str) -> Damage:
     """A table of four valid images and `name`."""
 
     def damage(root: Path) -> None:
         for number in range(4):
-            write(f"images/{number}.png", png(8, 8, rows(8, 8)))(root)
+            write_image(root / f"images/{number}.png", number, (8, 8))
         listed = "".join(f"{number}.png,{number % 2}\n" for number in range(4))
         write("images/labels.csv", f"image,label\n{listed}{name},0\n")(root)
 
@@ -434,10 +411,9 @@ def test_refused_in_one_sentence(command, damage, named, sound, tmp_path, monkey
 
 
 @pytest.mark.slow
-def test_names_reach_the_terminal_without_control_characters(sound, tmp_path, capsys):
+def test_names_reach_the_terminal_without_control_characters(sound, tmp_path, cli):
     shutil.copytree(sound / SAVED, tmp_path / SAVED)
     shutil.copy(sound / IMAGE, tmp_path / "red\x1b[31m\n\udcff.png")
-    assert main(["predict", str(tmp_path), "--model", str(tmp_path / SAVED)]) == 0
-    said = capsys.readouterr().out
+    said = cli("predict", tmp_path, "--model", tmp_path / SAVED).out
     assert "red\\x1b[31m\\n\\udcff.png: " in said, said
     assert said.count("\n") == 1 and said.removesuffix("\n").isprintable()

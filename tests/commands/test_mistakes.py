@@ -10,10 +10,12 @@ import sys
 import pytest
 from PIL import Image
 
-from locality.cli import COMMANDS, load_command
-from locality.commands import Parser
+from locality.cli import COMMANDS
 from locality.commands.train import SHORT
 from locality.settings import to_yaml
+from locality.training import recipe
+
+from ..conftest import parser_of
 
 # Command line, and words of the error: what was given or the suggestion.
 MISTAKES = [
@@ -144,7 +146,7 @@ def ask(tmp_path_factory):
     root = tmp_path_factory.mktemp("mistakes")
     run = root / "runs" / "photos"
     run.mkdir(parents=True)
-    (run / "config.yaml").write_text(to_yaml(_short()))
+    (run / "config.yaml").write_text(to_yaml(recipe("digits", {"schedule.steps": 60})))
     (run / "result.json").write_text("{}")
     (root / "photos" / "cat").mkdir(parents=True)
     Image.new("RGB", (8, 8)).save(root / "photos" / "cat" / "a.png")
@@ -163,12 +165,6 @@ def ask(tmp_path_factory):
     return answers
 
 
-def _short():
-    from locality.training import recipe
-
-    return recipe("digits", {"schedule.steps": 60})
-
-
 @pytest.fixture(scope="module")
 def mistakes(ask):
     return dict(zip(MISTAKES, ask([words.split() for words, _ in MISTAKES]), strict=True))
@@ -182,39 +178,20 @@ def test_a_mistake_gets_one_sentence(mistake, mistakes):
     assert said.startswith("locality: ") and said.count("\n") == 1, said
 
 
-def parser_of(command, monkeypatch):
-    """The parser of a command, as it parses."""
-    built = []
-
-    class Built(Exception):
-        pass
-
-    def read(self, arguments):
-        built.append(self)
-        raise Built
-
-    called = load_command(command)
-    with monkeypatch.context() as patch:
-        patch.setattr(Parser, "read", read)
-        with pytest.raises(Built):
-            called([])
-    return built[0]
-
-
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_option_has_a_text(command, monkeypatch):
-    for action in parser_of(command, monkeypatch)._actions:
+def test_every_option_has_a_text(command):
+    for action in parser_of(command)._actions:
         assert action.help.partition(" (")[0], action.dest  # more than its default
 
 
 @pytest.mark.slow
-def test_every_option_acts_or_is_refused(ask, monkeypatch):
+def test_every_option_acts_or_is_refused(ask):
     # `search` imports torch first; its settings are those of `train`, like finetune's.
     assert {way.split()[0] for way in WAYS} == set(COMMANDS) - {"search", "finetune"}
     asked, expected = [], []
     for way, refused in WAYS.items():
         words = way.split()
-        for flag, action in parser_of(words[0], monkeypatch).options.items():
+        for flag, action in parser_of(words[0]).options.items():
             name, short = flag[2:], words[0] in ("train", "eval") and flag in SHORT.values()
             if "." in name or short or flag in words or name in NOT_TRIED:
                 continue
