@@ -155,16 +155,15 @@ def test_folders_of_one_name_have_their_own_runs(prepared, tmp_path, monkeypatch
     assert len({*Path("runs/photos").iterdir()}) == 2
 
 
+@pytest.mark.parametrize("run", ["run"], indirect=True)
 def test_a_run_of_another_folder_says_where_its_images_were(run, tmp_path, monkeypatch, cli):
-    if run.joinpath("result.json").exists():
-        started, here = Path.cwd(), tmp_path / "elsewhere"
-        here.mkdir()
-        monkeypatch.chdir(here)
-        for words in (["eval"], ["explore"], ["report", "--record"], ["train", "--resume"]):
-            flags = [word for word in words[1:] if word.startswith("--")]
-            said = cli(words[0], *flags, started / "run", code=0 if "report" in words else 2).err
-            assert "'photos'" in said and str(started) in said and "--data.root" in said, words
-        assert "top-1" in cli("eval", started / "run", "--data.root", started / "photos").out
+    started, here = Path.cwd(), tmp_path / "elsewhere"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    for words in (["eval"], ["explore"], ["report", "--record"], ["train", "--resume"]):
+        said = cli(*words, started / "run", code=0 if "report" in words else 2).err
+        assert "'photos'" in said and str(started) in said and "--data.root" in said, words
+    assert "top-1" in cli("eval", started / "run", "--data.root", started / "photos").out
 
 
 @pytest.mark.slow

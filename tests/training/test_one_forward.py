@@ -36,7 +36,7 @@ def test_an_overridden_formula_is_what_trains_and_what_every_way_computes(
     config = replace(tiny_config(name), settings | {"schedule.steps": 20})
     train(config, tmp_path / "run", quiet=True)
     layers = sum(type(part) is own for part in load(tmp_path / "run").modules())
-    assert called.count(True) == 20 * layers
+    assert called.count(True) == 20 * layers > 0
     model = load(tmp_path / "run").double()
     images = torch.randn(3, model.in_chans, *model.img_size, dtype=torch.float64)
 
