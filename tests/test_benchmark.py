@@ -73,7 +73,7 @@ def test_a_whole_benchmark():
 
 
 @pytest.mark.slow
-def test_the_loader_is_measured(tmp_path):
+def test_the_loader_is_measured():
     result = run_loading(rounds=2, files=8, batch_size=4)
     ours, timm, torchvision = result["rows"]
     assert ours["contender"] == "locality"

@@ -270,7 +270,7 @@ def test_a_broken_page_says_so_and_shows_nothing_else(browser, file, tmp_path):
             assert not page.locator("main").is_visible()
 
 
-def test_what_cannot_be_live_is_refused(shaken, trained, tmp_path):
+def test_what_cannot_be_live_is_refused(trained):
     image = Image.fromarray(np.zeros((8, 8, 3), np.uint8))
     huge = build("convit_nano")
     torch.nn.init.constant_(huge.blocks[0].norm1.bias, 1e5)

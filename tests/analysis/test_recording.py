@@ -69,7 +69,7 @@ def test_training_images_are_kept_as_the_first_step_saw_them(run, tmp_path):
     assert page.count('augmented"></div>') == 3
 
 
-def test_an_unfinished_run_is_refused(run, tmp_path):
+def test_an_unfinished_run_is_refused(tmp_path):
     with pytest.raises(UserError, match="finished"):
         record(tmp_path)
 

@@ -28,7 +28,7 @@ def test_a_good_folder(train_val):
     assert result.lines()[-1].startswith("no faults: all images can be decoded")
 
 
-def test_everything_that_can_be_wrong(train_val, class_folders, image_file):
+def test_everything_that_can_be_wrong(train_val):
     train, val = train_val / "train", train_val / "val"
     truncated = train / "ant" / "000.png"
     truncated.write_bytes(truncated.read_bytes()[:60])

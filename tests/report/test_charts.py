@@ -35,7 +35,7 @@ def test_whiskers_end_at_accuracies_that_there_are(make_run):
     assert (low, high) == pytest.approx((estimate([94.0, 96.0]).low, 100))
 
 
-def test_a_confusion_is_as_opaque_as_its_share_of_the_labels(make_run):
+def test_a_confusion_is_as_opaque_as_its_share_of_the_labels():
     matrix = np.array([[3, 1], [0, 2]])
     axes = charts.chart(charts.draw_confusion, matrix, ["a", "b"]).axes[0]
     opacity = {cell.get_xy(): cell.get_alpha() for cell in axes.patches}

@@ -57,7 +57,7 @@ def test_every_parameter_learns_from_the_largest_the_smallest_and_random_ones(mo
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_candidates_learn_from_the_largest(model, images):
+def test_candidates_learn_from_the_largest(images):
     objective = Sandwich(ObjectiveConfig(), AugmentConfig(), 10)
     logits = torch.randn(3, 6, 10, requires_grad=True)
     labels = torch.arange(6)
