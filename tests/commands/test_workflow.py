@@ -394,14 +394,14 @@ def test_eval_shows_the_recall_and_the_precision_of_each_class(run, tmp_path, cl
 
 
 def test_report_says_what_it_leaves_out(run, tmp_path, cli):
-    for name in ("whole", "unfinished", "damaged"):
+    for name in ("whole", "begun", "damaged"):
         shutil.copytree(run, tmp_path / "runs" / name)
-    (tmp_path / "runs" / "unfinished" / "result.json").unlink()
+    (tmp_path / "runs" / "begun" / "result.json").unlink()
     (tmp_path / "runs" / "damaged" / "result.json").write_text("{")
     words = ["report", tmp_path / "runs", "--output", tmp_path / "page.html"]
     said = cli(*words, code=1).err
-    assert "unfinished" in said and "damaged" in said
-    assert "<code>unfinished</code>" in (tmp_path / "page.html").read_text()
+    assert "begun" in said and "damaged" in said
+    assert "because unfinished: <code>begun</code>" in (tmp_path / "page.html").read_text()
     shutil.rmtree(tmp_path / "runs" / "damaged")
     cli(*words, "--overwrite")
 

@@ -99,12 +99,6 @@ def test_folds_of_one_seed_have_widened_intervals(make_run, tmp_path):
     assert f"{gap.low:+.1f} to {gap.high:+.1f}".replace("-", "−") in said
 
 
-def test_unfinished_runs_are_named_and_left_out(make_run, tmp_path):
-    runs = [make_run("convit_nano"), make_run("deit_nano", finished=False)]
-    text = text_of(build_report(runs, tmp_path / "r.html").read_text())
-    assert "unfinished: deit_nano-1-0" in text
-
-
 def test_folders_are_searched_and_a_teacher_among_the_runs_is_passed_over(twin_runs, tmp_path):
     shutil.copytree(twin_runs[0].parent, tmp_path / "runs")
     teacher = tmp_path / "runs" / "teacher"
