@@ -98,8 +98,6 @@ def test_runs_predictions_and_pages_are_shown(images, run):
 
 
 def test_mistakes(images, tmp_path):
-    with pytest.raises(UserError, match=r"optim\.lr"):
-        locality.fit(images, optim__lrr=1)
     with pytest.raises(UserError, match="minutes"):
         locality.fit(images, minutes=1, epochs=1)
     with pytest.raises(UserError, match="no finished run"):

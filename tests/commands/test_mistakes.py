@@ -21,6 +21,7 @@ from ..conftest import parser_of
 MISTAKES = [
     ("trian", "train"),
     ("train digitz", "digits"),
+    ("train ./photo", "photos"),
     ("train --device cuda", "--engine.accelerator"),
     ("train --optim.learning_rate 0.1", "--optim.lr"),
     ("train --quiet=1", "--quiet"),

@@ -76,8 +76,3 @@ REFUSALS = {
 def test_refusals_name_the_field(model, fields, named):
     with pytest.raises(ValueError, match=named):
         build(model, **fields)
-
-
-def test_an_unknown_model_is_refused_with_the_nearest():
-    with pytest.raises(ValueError, match="convit_small"):
-        build("convit_smal")

@@ -72,15 +72,6 @@ def test_what_needs_nothing_unfinished_goes_on_side_by_side(tmp_path, tiny_confi
     assert Waves.seen == [[net, teacher], [student], [other]]
 
 
-def test_the_folder_of_another_configuration_is_refused(tmp_path, tiny_config, here):
-    folder = tmp_path / "run"
-    run_all([Request("", tiny_config(), folder)], executor=here, quiet=True)
-    (outcome,) = run_all(
-        [Request("", tiny_config(optim__lr=1e-3), folder)], executor=here, quiet=True
-    )
-    assert outcome.error is not None and "optim.lr" in outcome.error
-
-
 def test_a_plan_counts_without_starting(tmp_path, tiny_run, failing, here):
     runs = [tiny_run(tmp_path, seed=seed) for seed in (0, 1)]
     run_all(runs[:1], executor=here, quiet=True)

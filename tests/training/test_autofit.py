@@ -9,7 +9,6 @@ import pytest
 
 from locality.cli import main
 from locality.commands.train import prepare, read_run
-from locality.errors import UserError
 from locality.layers.grid import projected_grid
 from locality.machine import idle_processors
 from locality.models import list_models
@@ -155,11 +154,3 @@ def test_one_word_fine_tunes(tmp_path, monkeypatch):
     assert main([*words, "--output", "tuned"]) == 0
     assert len(Run("tuned").classes()) == 3
     assert (Run("tuned").read_result() or {})["recipe"] == "finetune"
-
-
-def test_mistakes_are_said(tmp_path):
-    root = photographs(tmp_path / "photos")
-    with pytest.raises(FileNotFoundError, match="photos"):
-        read_run([str(tmp_path / "photo")])
-    with pytest.raises(UserError, match="minutes"):
-        read_run([str(root), "--minutes=1", "--schedule.steps=3"])

@@ -100,7 +100,6 @@ def test_every_recipe_survives_writing_and_reading(name):
     config = recipe(name)
     assert from_yaml(RunConfig, to_yaml(config)) == config
     assert from_dict(RunConfig, to_dict(config)) == config
-    assert not list(differences(config, from_yaml(RunConfig, to_yaml(config))))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 
-from locality.errors import UserError
 from locality.models import variant
 from locality_papers.search.space import POPULATION, SearchSpace, evolve
 
@@ -51,8 +50,3 @@ def test_a_small_space_is_searched_to_its_end():
     assert len(candidates) == len(space) == 64
     scores = evolve(space, lambda new: dict.fromkeys(new, (0, 0)), 100, generator, candidates[:1])
     assert set(scores) == set(candidates)
-
-
-def test_what_fits_nowhere_is_refused():
-    with pytest.raises(UserError, match="macs"):
-        SearchSpace(BASE, {"macs": 1})

@@ -111,12 +111,11 @@ def test_stopped_anywhere_it_ends_with_the_same_candidates_and_weights(tmp_path,
     assert rows[0] == rows[1]
 
 
-def test_bad_input_is_one_sentence(tmp_path, capsys):
+def test_bad_input_is_one_sentence(tmp_path, cli):
     for words, said in (
-        (["digits", "--macs", "1e5"], "macs"),
+        (["digits", "--macs", "1e5"], "no candidate has macs"),
         (["digits", "--model.name", "convit_nano"], "convit_nano"),
     ):
-        assert main(["search", *words, "--output", str(tmp_path / "run")]) == 2
-        error = capsys.readouterr().err
+        error = cli("search", *words, "--output", tmp_path / "run", code=2).err
         assert said in error and error.count("\n") == 1, error
     assert not (tmp_path / "run").exists()
