@@ -12,7 +12,6 @@ from PIL import Image
 from timm.data import create_transform
 
 from locality.data import AugmentConfig, Preprocessing
-from locality.data.decoding import cropped_share
 from locality.data.preprocessing import (
     affine_matrices,
     eval_transform,
@@ -113,14 +112,6 @@ def test_pixels_are_timms(shape, size, mode, filter_, crop_pct):
     preprocessing = Preprocessing(size, interpolation=filter_, crop_pct=crop_pct, crop_mode=mode)
     image = noise(*shape)
     assert np.array_equal(resize_and_crop(image, preprocessing), timms(image, preprocessing))
-
-
-@pytest.mark.parametrize(
-    ("width", "height", "target", "share"),
-    [(9, 9, (1, 1), 0), (9, 3, (1, 1), 2 / 3), (2, 12, (1, 1), 5 / 6), (9, 3, (16, 48), 0)],
-)
-def test_the_share_that_a_centre_crop_drops(width, height, target, share):
-    assert cropped_share(width, height, target) == pytest.approx(share)
 
 
 @pytest.mark.parametrize("shape", [(1, 5_000_000), (5_000_000, 1), (2, 1_000_000)])
