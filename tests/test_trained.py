@@ -70,22 +70,6 @@ def test_it_classifies_files_folders_lists_arrays_and_tensors(images, run):
         run.predict(np.zeros((2, 3, 4, 5, 6)))
 
 
-def test_files_are_decoded_as_the_run_was(images, tmp_path, cli):
-    options = BY_KEYWORD | {"data__exif": True, "output": tmp_path / "run", "quiet": True}
-    picture = Image.open(next(images.rglob("*.png"))).convert("RGB")
-    exif = Image.Exif()
-    exif[0x0112] = 3  # upside down
-    picture.save(tmp_path / "held.png", exif=exif)
-    run = locality.fit(images, "convit_nano", **options)
-    found, turned = run.predict(tmp_path / "held.png"), picture.rotate(180)
-    assert run.predict(Image.open(tmp_path / "held.png")).classes == found.classes
-    assert found.classes == run.predict(turned).classes != run.predict(picture).classes
-    cli("convert", run.path, tmp_path / "saved")
-    for model in (run.path, tmp_path / "saved"):
-        said = cli("predict", tmp_path / "held.png", "--model", model, "--json").out
-        assert json.loads(said.splitlines()[0])["classes"] == pytest.approx(found.classes)
-
-
 def test_runs_predictions_and_pages_are_shown(images, run):
     assert "convit_nano" in repr(run) and "data:image/png;base64" in run._repr_html_()
     shown = run.predict(next(images.rglob("*.png")))._repr_html_()

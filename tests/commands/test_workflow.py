@@ -106,26 +106,6 @@ def test_a_runs_means_over_classes_are_scikit_learns(counts, class_folders, tmp_
         assert of_classes == pytest.approx(100 * shares), name
 
 
-def test_camera_files_are_predicted_as_they_were_evaluated(tmp_path):
-    """Turned and large files, which evaluation keeps shrunk: predict reads the originals."""
-    rng, tag = np.random.default_rng(0), Image.Exif()
-    tag[0x0112] = 6  # turned by 90°
-    for name in ("ant", "bee"):
-        (tmp_path / "photos" / name).mkdir(parents=True)
-        for index in range(8):
-            small = Image.fromarray(rng.integers(0, 256, (9, 12, 3), dtype=np.uint8))
-            file = tmp_path / "photos" / name / f"{index}.jpg"
-            small.resize((1200, 900), Image.Resampling.BICUBIC).save(file, quality=90, exif=tag)
-    short = {"weights": "scratch", "steps": 2, "quiet": True, "data__val_fraction": 0.5}
-    run = locality.fit(tmp_path / "photos", output=tmp_path / "run", **short)
-    assert run.config["input"]["decode"] == "shrunk"
-    evaluated = run.predictions()
-    predicted = run.predict([Path(path) for path in evaluated.paths], top=1)
-    names, shares = zip(*(each.classes.popitem() for each in predicted), strict=True)
-    assert list(names) == [evaluated.classes[number] for number in evaluated.predicted]
-    np.testing.assert_allclose(shares, evaluated.confidence, atol=1e-5)
-
-
 def test_a_loggers_files_are_the_rows_of_metrics(class_folders, tmp_path):
     logger = CSVLogger(tmp_path / "logs")
     photos = class_folders(tmp_path / "photos", {"a": 8, "b": 8})
@@ -194,12 +174,6 @@ def test_a_class_map_names_the_outputs_of_weights_without_names(run, tmp_path, c
         assert "10 outputs" in cli("predict", tmp_path, "--model", *weights, code=2).err
     named = cli("eval", run, "--class_map", tmp_path / "map.txt", code=2).err
     assert "has class names" in named
-
-
-def test_eval_repeats_the_runs_own_accuracy(run, cli):
-    found = json.loads(cli("eval", run, "--json").out)
-    assert found["top1"] == pytest.approx(Run(run).read_result()["top1"], abs=0.3)
-    assert found["n"] == Run(run).read_result()["val_images"]
 
 
 def test_the_averaged_weights_of_a_run_are_opened(run, tmp_path):
