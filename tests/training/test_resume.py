@@ -62,6 +62,8 @@ def test_resuming_after_any_step_is_exact(step, tmp_path, tmp_path_factory, inte
 
 DEIT = {"depth": 2, "embed_dim": 16, "drop_path_rate": 0.2}
 CVT = faults.MODELS["cvt_13"]
+# With an argument of its own.
+TIMM = {"model.name": "timm/test_resnet", "model.img_size": 16, "model.drop_path_rate": 0.1}
 # Everything at once, with and without workers, other arithmetic, and other models.
 CASES = [
     {"optim.name": "adamuon", "optim.position_lr_factor": 10},
@@ -74,6 +76,7 @@ CASES = [
         | {f"model.{field}": value for field, value in fields.items()}
         for name, fields in (("deit_nano", DEIT), ("cvt_13", CVT))
     ),
+    TIMM | EVERYTHING,
     pytest.param({"engine.accumulate": 4, "data.workers": 2, **EVERYTHING}, marks=pytest.mark.slow),
 ]
 
@@ -103,15 +106,6 @@ def half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(devices, "choose_precision", lambda *_: "fp16-mixed")
     monkeypatch.setattr(state, "GradScaler", scaler)
-
-
-def test_a_timm_model_with_arguments_of_its_own_resumes(tmp_path, interrupt):
-    short = {"model.name": "timm/test_resnet", "model.img_size": 16, "model.drop_path_rate": 0.1}
-    config = replace(tiny(), short)
-    train(config, tmp_path / "whole")
-    interrupt(config, tmp_path / "run", 5)
-    train(config, tmp_path / "run")
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
 @pytest.mark.usefixtures("half_precision")

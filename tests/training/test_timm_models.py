@@ -11,7 +11,7 @@ from locality.errors import UserError
 from locality.models import build
 from locality.training import RunConfig, load_run, recipe, replace
 
-from .conftest import SHORT, assert_same_run, train
+from .conftest import SHORT, train
 
 NAME = "timm/test_resnet"
 
@@ -19,16 +19,6 @@ NAME = "timm/test_resnet"
 def resnet(name: str = NAME, **changes: object) -> RunConfig:
     settings = {"model.name": name, "model.img_size": 16}
     return replace(recipe("digits"), SHORT | settings | changes)
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_to_the_same_bits(tmp_path, interrupt):
-    # Running statistics and their average are part of the state.
-    config = resnet(**{"engine.ema_decay": 0.9, "augment.mixup": 0.8})
-    train(config, tmp_path / "whole")
-    interrupt(config, tmp_path / "run", 4)
-    train(config, tmp_path / "run")
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
