@@ -96,16 +96,6 @@ def before_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return arrange
 
 
-@pytest.fixture
-def stop_before(before_step: Callable[..., None]) -> Callable[..., None]:
-    """Make the next runs receive a signal at the start of a step; None ends that."""
-
-    def arrange(step: int | None, signum: int = signal.SIGTERM) -> None:
-        before_step(step, lambda: os.kill(os.getpid(), signum))
-
-    return arrange
-
-
 def train_interrupted(config: RunConfig, folder: Path) -> Interrupted:
     with pytest.raises(Interrupted) as caught:
         train(config, folder)
@@ -113,13 +103,15 @@ def train_interrupted(config: RunConfig, folder: Path) -> Interrupted:
 
 
 @pytest.fixture
-def interrupt(stop_before: Callable[..., None]) -> Callable[..., Interrupted]:
+def interrupt(before_step: Callable[..., None]) -> Callable[..., Interrupted]:
     """(configuration, folder, step, signal) → how a run ends that receives it at that step."""
 
-    def interrupted(config: RunConfig, folder: Path, *stop: int) -> Interrupted:
-        stop_before(*stop)
+    def interrupted(
+        config: RunConfig, folder: Path, step: int, signum: int = signal.SIGTERM
+    ) -> Interrupted:
+        before_step(step, lambda: os.kill(os.getpid(), signum))
         error = train_interrupted(config, folder)
-        stop_before(None)
+        before_step(None)
         return error
 
     return interrupted

@@ -28,7 +28,7 @@ from locality.training import (
 from locality.training.config import read_config
 from locality.training.optim import UNDECIDED, create_schedule, make_plan
 
-from .conftest import assert_same_run, tiny, train, train_interrupted
+from .conftest import assert_same_run, tiny, train
 
 BY_CLOCK = {"schedule__steps": None, "schedule__minutes": 0.02}
 
@@ -96,39 +96,33 @@ def slow_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_stopped_run_is_the_run_that_was_not_with_its_decay(
-    workers, tmp_path, stop_before, slow_clock
+    workers, tmp_path, interrupt, slow_clock
 ):
     config = timed(data__workers=workers, optim__name="adamuon", engine__ema_decay=0.9)
     for step in (0, 7):
-        stop_before(step)
-        train_interrupted(config, tmp_path / "run")
-    stop_before(None)
+        interrupt(config, tmp_path / "run", step)
     train(config, tmp_path / "run")
     whole = replace(config, {"schedule.decay": decided(tmp_path / "run")})
     train(whole, tmp_path / "whole")
     assert_same_run(tmp_path / "run", tmp_path / "whole")
     # Stopped in its decay.
     first, last = whole.schedule.decay or (0, 0)
-    stop_before((first + last) // 2)
-    train_interrupted(whole, tmp_path / "late")
-    stop_before(None)
+    interrupt(whole, tmp_path / "late", (first + last) // 2)
     train(config, tmp_path / "late")  # the folder knows the decay
     assert_same_run(tmp_path / "late", tmp_path / "whole")
 
 
-def test_a_resumed_run_has_the_minutes_that_are_left(tmp_path, stop_before, slow_clock):
+def test_a_resumed_run_has_the_minutes_that_are_left(tmp_path, interrupt, slow_clock):
     config = timed()
     for step in (3, 5, 8):
-        stop_before(step)
-        train_interrupted(config, tmp_path / "run")
-    stop_before(None)
+        interrupt(config, tmp_path / "run", step)
     train(config, tmp_path / "run")
     train(config, tmp_path / "whole")
     (_, stopped), (_, whole) = decided(tmp_path / "run"), decided(tmp_path / "whole")
     assert stopped < whole  # each start takes time
 
 
-def test_a_decay_that_was_edited_is_refused(tmp_path, stop_before, slow_clock):
+def test_a_decay_that_was_edited_is_refused(tmp_path, interrupt, slow_clock):
     config, run = timed(), Run(tmp_path / "run")
 
     def edited(first: int, last: int) -> None:
@@ -140,9 +134,7 @@ def test_a_decay_that_was_edited_is_refused(tmp_path, stop_before, slow_clock):
     train(config, tmp_path / "whole")
     first, last = decided(tmp_path / "whole")
     repeated = replace(config, {"schedule.decay": (first, last)})
-    stop_before((first + last) // 2)
-    train_interrupted(repeated, run.path)
-    stop_before(None)
+    interrupt(repeated, run.path, (first + last) // 2)
     for decay in ((first, last + 1), (0, 1)):
         edited(*decay)
     run.config_file.write_text(to_yaml(repeated))
@@ -151,16 +143,15 @@ def test_a_decay_that_was_edited_is_refused(tmp_path, stop_before, slow_clock):
 
 
 @pytest.mark.slow
-def test_killed_at_ten_random_moments(tmp_path, monkeypatch):
+def test_killed_at_ten_random_moments(tmp_path):
     config, draw = timed(schedule__minutes=0.1), random.Random(0)
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    words = ["locality", "train", "--config", f"{tmp_path}/config.yaml", "--quiet"]
-    words = [sys.executable, "-m", *words, "--output", str(tmp_path / "run")]
     code = (
         "import sys; from locality.training import loop; loop._SAVE_SECONDS = 0.3; "
         "from locality.cli import main; main(sys.argv[1:])"
     )
-    words = [sys.executable, "-c", code, *words[3:]]
+    words = [sys.executable, "-c", code, "train", "--config", f"{tmp_path}/config.yaml", "--quiet"]
+    words += ["--output", str(tmp_path / "run")]
     kills = 0
     while kills < 10 and not (tmp_path / "run" / "result.json").exists():
         child = subprocess.Popen(words)

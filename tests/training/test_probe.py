@@ -225,10 +225,8 @@ def test_freeze_in_python_and_on_the_command_line(class_folders, tmp_path: Path,
     rows: list[dict[str, Any]] = []
     run = locality.fit(photos, output=tmp_path / "run", on_evaluation=rows.append, **settings)
     assert rows == run.curve and len(rows) == 1
-    assert run.result["steps"] == 0 and set(run.predict(photos / "a", top=2)[0].classes) == {
-        "a",
-        "b",
-    }
+    assert run.result["steps"] == 0
+    assert set(run.predict(photos / "a", top=2)[0].classes) == {"a", "b"}
     words = ["finetune", photos, "--from", tmp_path / "donor", "--freeze", "backbone"]
     said = cli(*words, "--output", tmp_path / "other").err
     assert "linear probe: validation top-1" in said and "not trained" not in said
