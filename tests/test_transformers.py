@@ -144,7 +144,7 @@ def test_a_run_and_a_file_come_with_their_classes_and_preprocessing(tmp_path, ti
     assert open_model(saved(tmp_path / "again", model_of("convit_nano"))).classes is None
 
 
-def test_the_loss_is_there_with_labels():
+def test_the_loss_is_there_with_labels_and_first_in_a_tuple():
     model, _ = from_locality(model_of("deit_nano"))
     x, labels = torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 0])
     model.activation_checkpointing_enable()
@@ -153,6 +153,8 @@ def test_the_loss_is_there_with_labels():
     torch.testing.assert_close(out.loss, torch.nn.functional.cross_entropy(out.logits, labels))
     assert model(x).loss is None
     assert torch.equal(model(x, return_dict=False)[0], out.logits)
+    loss, logits = model(x, labels=labels, return_dict=False)
+    assert torch.equal(loss, out.loss) and torch.equal(logits, out.logits)
 
 
 def test_other_classes_get_a_classifier_of_their_own(tmp_path):
@@ -180,15 +182,6 @@ def test_a_model_by_name_begins_as_ours_does():
         assert torch.equal(tensor, ours.state_dict()[name]), name
     with pytest.raises(UserError, match="convit_nano"):
         LocalityConfig(name="convit_nan")
-
-
-@pytest.mark.slow
-def test_the_pipeline_classifies(tmp_path):
-    saved(tmp_path, model_of("convit_nano"), preprocessing=INPUT, classes=CLASSES)
-    answers = pipeline("image-classification", model=str(tmp_path))(picture())
-    ours = open_model(tmp_path)
-    wanted = ours.top_classes(ours([picture()])[0])
-    assert {answer["label"]: answer["score"] for answer in answers} == pytest.approx(wanted)
 
 
 @pytest.mark.slow
@@ -259,14 +252,6 @@ def test_attention_and_hidden_states_are_tuples_of_the_documented_shapes(name):
     assert len(model(x).hidden_states) == depth + 1
     features = LocalityModel(model.config, source)(x, output_attentions=True)
     assert len(features.hidden_states) == depth + 1 and len(features.attentions) == depth
-
-
-def test_a_tuple_has_the_loss_first():
-    model, _ = from_locality(model_of("deit_nano"))
-    x, labels = torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 0])
-    loss, logits = model(x, labels=labels, return_dict=False)
-    found = model(x, labels=labels)
-    assert torch.equal(loss, found.loss) and torch.equal(logits, found.logits)
 
 
 def test_another_classifier_has_no_temperature(tmp_path):
