@@ -9,7 +9,6 @@ import time
 from typing import ClassVar
 
 import pytest
-import torch
 
 from locality import settings
 from locality.errors import UserError
@@ -21,7 +20,8 @@ from locality.runner.runs import (
     run_cost,
     workload,
 )
-from locality.training import load_run
+
+from ..training.conftest import assert_same_run
 
 
 @pytest.fixture
@@ -127,20 +127,6 @@ def test_a_window_of_jobs_goes_on_and_closing_stops_them(tmp_path, tiny_run, mon
     assert Worker.stopped == ["convit_nano 1", "convit_nano 2"]  # started before the outcome
 
 
-def fingerprint(run):
-    """The numbers and weights of a finished run."""
-    result = {k: v for k, v in run.result().items() if k not in ("seconds", "images_per_second")}
-    weights = load_run(run.folder)[0].state_dict()
-    metrics = (run.folder / "metrics.csv").read_text()
-    return result, metrics, {name: value.clone() for name, value in weights.items()}
-
-
-def assert_same(first, second):
-    assert first[:2] == second[:2]
-    assert first[2].keys() == second[2].keys()
-    assert all(torch.equal(first[2][name], second[2][name]) for name in first[2])
-
-
 def pair_of_runs(root, tiny_config):
     return [
         Request(model, tiny_config(model), root / model) for model in ("convit_nano", "deit_nano")
@@ -168,7 +154,7 @@ def test_workers_give_the_same_numbers_bit_for_bit_and_one_that_dies_is_replaced
     assert "10 classes" in errors[1]
     assert errors[2:] == ["", ""]
     for one, other in zip(alone, together, strict=True):
-        assert_same(fingerprint(one), fingerprint(other))
+        assert_same_run(one.folder, other.folder)
 
 
 KILLED = """
@@ -215,8 +201,7 @@ def test_a_table_killed_in_the_middle_finishes_when_started_again(tmp_path, tiny
     whole = [Request("", config, tmp_path / "whole" / str(config.seed)) for config in configs]
     run_all(whole, executor=here, quiet=True)
     for config in configs:
-        interrupted = Request("", config, root / str(config.seed))
-        assert_same(fingerprint(interrupted), fingerprint(whole[config.seed]))
+        assert_same_run(root / str(config.seed), whole[config.seed].folder)
 
 
 class Telling(Request):
