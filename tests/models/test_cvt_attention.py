@@ -6,7 +6,6 @@ from typing import get_args
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from locality.layers.grid import ProjectionName, projected_grid
 from locality.models.cvt import (
@@ -18,16 +17,6 @@ from locality.models.cvt import (
 )
 
 GRIDS = [(6, 6), (5, 8), (1, 7), (1, 1)]
-
-
-def randomise_norms(module):
-    """Randomise running statistics and affine parameters."""
-    for norm in module.modules():
-        if isinstance(norm, nn.BatchNorm2d):
-            nn.init.uniform_(norm.running_var, 0.5, 2.0)
-            for tensor in (norm.running_mean, norm.weight, norm.bias):
-                nn.init.normal_(tensor)
-    return module
 
 
 def project(projection, x, grid):
@@ -68,10 +57,9 @@ def test_embedding_is_a_convolution_and_a_norm(kernel, stride, padding, size):
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("kernel", [1, 3, 5])
 @pytest.mark.parametrize("prefix", [0, 1])
-def test_projection_is_a_depthwise_separable_convolution(grid, stride, kernel, prefix):
+def test_projection_is_a_depthwise_separable_convolution(grid, stride, kernel, prefix, randomise):
     """Depthwise conv → BatchNorm → 1×1 conv; the class token takes only the last step."""
-    projection = Projection(8, "conv", kernel, stride, class_token=bool(prefix))
-    projection = randomise_norms(projection).eval()
+    projection = randomise(Projection(8, "conv", kernel, stride, class_token=bool(prefix)))
     x = torch.randn(2, prefix + grid[0] * grid[1], 8)
     image = x[:, prefix:].transpose(1, 2).reshape(2, 8, *grid)
     mixed = F.conv2d(image, projection.conv.weight, None, stride, kernel // 2, groups=8)
@@ -96,17 +84,19 @@ def test_average_of_equal_tokens_is_that_token(stride):
 # Attention
 
 
-def attention(**options):
-    options = {"dim": 16, "num_heads": 4} | options
-    return randomise_norms(ConvolutionalAttention(**options))
+@pytest.fixture
+def attention(randomise):
+    return lambda **options: randomise(ConvolutionalAttention(16, 4, **options))
 
 
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("prefix", [0, 1])
 @pytest.mark.parametrize("kind", get_args(ProjectionName))
 @pytest.mark.parametrize("kv_stride", [1, 2])
-def test_forward_is_the_shown_attention_applied_to_the_values(grid, prefix, kind, kv_stride):
-    layer = attention(projection=kind, kv_stride=kv_stride, class_token=bool(prefix)).eval()
+def test_forward_is_the_shown_attention_applied_to_the_values(
+    attention, grid, prefix, kind, kv_stride
+):
+    layer = attention(projection=kind, kv_stride=kv_stride, class_token=bool(prefix))
     x = torch.randn(2, prefix + grid[0] * grid[1], 16)
     maps = layer.attention_maps(x, grid)
     values = project(layer.v, x, grid).unflatten(2, (4, 4)).transpose(1, 2)
@@ -119,19 +109,19 @@ def test_forward_is_the_shown_attention_applied_to_the_values(grid, prefix, kind
         assert maps.key_grid == tuple(-(-side // kv_stride) for side in grid)
 
 
-def test_scales():
+def test_scales(attention):
     """The authors divide by √C, the usual definition by √d."""
     width, head = attention(), attention(scale="head")
     assert width.scale == 16**-0.5 and head.scale == 4**-0.5
     head.load_state_dict(width.state_dict())
     x = torch.randn(1, 6, 16)
-    narrow, wide = (a.eval().attention_maps(x, (2, 3)).mixed.log() for a in (width, head))
+    narrow, wide = (a.attention_maps(x, (2, 3)).mixed.log() for a in (width, head))
     # Log-probabilities are scores up to a constant per row, and the scores differ by √h.
     narrow, wide = (scores - scores.mean(-1, keepdim=True) for scores in (narrow, wide))
     torch.testing.assert_close(wide, 2 * narrow, rtol=1e-3, atol=1e-4)
 
 
-def test_looking_leaves_running_statistics_alone():
+def test_looking_leaves_running_statistics_alone(attention):
     layer = attention().train()
     x = torch.randn(3, 12, 16)
     before = copy.deepcopy(layer.state_dict())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from peers import peers
+from peers import peers, randomise
 
 from locality.checkpoints.formats import TRANSFORMERS
 from locality.models import build
@@ -11,15 +11,9 @@ from locality.models import build
 
 def pair(name, **overrides):
     """Both models with equal weights; transformers' port uses the exact GELU."""
-    pytest.importorskip("transformers")
     torch.manual_seed(0)
     ours = build(name, activation="gelu", drop_path_rate=0.0, **overrides)
-    with torch.no_grad():
-        for key, tensor in (*ours.named_parameters(), *ours.named_buffers()):
-            if key.endswith("running_var"):
-                tensor.uniform_(0.5, 2.0)
-            elif tensor.is_floating_point():
-                tensor.add_(torch.randn_like(tensor), alpha=0.02)
+    randomise(ours)
     theirs = peers(ours, "transformers")["transformers"]
     return ours.eval(), theirs.eval()
 
