@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from locality.data import AugmentConfig, DataConfig, Decoding, Preprocessing
+from locality.data import AugmentConfig, DataConfig, Preprocessing
 from locality.data.config import DATASETS
 from locality.data.datasets import OPENERS
 from locality.errors import UserError
@@ -57,8 +57,3 @@ def test_every_dataset_is_described(dataset):
     assert dataset in OPENERS
     page = (Path(__file__).parents[2] / "docs/images.md").read_text()
     assert dataset in DataConfig.__doc__ and f"`{dataset}`" in page
-
-
-def test_decoding_is_that_of_the_configuration():
-    assert DataConfig(exif=True, grey_bits=9).decoding == Decoding(exif=True, grey_bits=9)
-    assert Preprocessing(8, exif=True, grey_bits=9).decoding == Decoding(True, grey_bits=9)

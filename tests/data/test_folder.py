@@ -142,15 +142,6 @@ def test_tables_of_images_are_pointed_to_their_dataset(tmp_path):
         folder(tmp_path)
 
 
-def test_one_folder_is_split_by_seed(tmp_path, class_folders):
-    class_folders(tmp_path, {"a": 8, "b": 4})
-    splits = folder(tmp_path, val_fraction=0.25)
-    assert np.bincount(splits.train.labels).tolist() == [6, 3]
-    assert np.bincount(splits.val.labels).tolist() == [2, 1]
-    again = folder(tmp_path, val_fraction=0.25)
-    assert np.array_equal(splits.val.indices, again.val.indices)
-
-
 def test_an_empty_class_keeps_its_number(train_val):
     (train_val / "train" / "bat").mkdir()
     (train_val / "val" / "bat").mkdir()
