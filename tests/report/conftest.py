@@ -3,6 +3,7 @@
 import csv
 import functools
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +21,11 @@ from locality.training.evaluation import PredictionCollector
 
 ACCURACY = {("convit_nano", 0.05): 69.0, ("deit_nano", 0.05): 45.0}
 ACCURACY |= {("convit_nano", 1.0): 95.5, ("deit_nano", 1.0): 90.5, ("cvt_nano", 1.0): 80.0}
+
+
+def text_of(page):
+    """The words of a page."""
+    return " ".join(re.sub(r"<[^>]+>", " ", page).split())
 
 
 def keep_predictions(folder, labels, logits):

@@ -13,6 +13,8 @@ from locality.figures import charts
 from locality.report import comparison_page
 from locality.report.comparison_page import build_comparison, conclusion, rows_of
 
+from .conftest import text_of
+
 IMAGES = 200
 
 
@@ -112,7 +114,7 @@ def test_folds_share_images_and_their_intervals_are_wider(compared):
 def test_the_page_shows_the_runs(compared, tmp_path):
     runs, found = compared(fractions=(0.5, 1.0), convit_nano=180, deit_nano=150, cvt_nano=160)
     path, said = build_comparison([runs], tmp_path / "comparison.html")
-    text = " ".join(re.sub(r"<[^>]+>", " ", path.read_text()).split())
+    text = text_of(path.read_text())
     assert said in text and f"{found[0].over_runs(1).mean:.1f} ±" in text
     assert f"{runs}/convit_nano-1.0-1" in text
     assert "Holm's correction for 2 differences" in text

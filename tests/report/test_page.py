@@ -2,7 +2,6 @@
 
 import csv
 import json
-import re
 import shutil
 import xml.etree.ElementTree
 
@@ -15,9 +14,7 @@ from locality.report import build_report
 from locality.report.page import _maps
 from locality.templates import data_url
 
-
-def text_of(page):
-    return " ".join(re.sub(r"<[^>]+>", " ", page).split())
+from .conftest import text_of
 
 
 @pytest.fixture(scope="module")
