@@ -50,115 +50,89 @@ def sound(tmp_path_factory):
 Damage = Callable[[Path], None]
 
 
-def write(name: str, content: bytes | str | Callable[[], bytes]) -> Damage:
-    """Write a file; large content is built when it is written."""
-
-    def damage(root: Path) -> None:
-        path, made = root / name, content() if callable(content) else content
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-        path.write_bytes(made.encode() if isinstance(made, str) else made)
-
-    return damage
+def damaging(function: Callable[..., None]) -> Callable[..., Damage]:
+    """Arguments → what the function does to a folder with them."""
+    return lambda *given, **more: lambda root: function(root, *given, **more)
 
 
-def link(name: str, target: str) -> Damage:
-    def damage(root: Path) -> None:
-        (root / name).unlink(missing_ok=True)
-        (root / name).symlink_to(target)
-
-    return damage
-
-
-def pipe(name: str) -> Damage:
-    def damage(root: Path) -> None:
-        (root / name).unlink(missing_ok=True)
-        os.mkfifo(root / name)
-
-    return damage
+@damaging
+def write(root: Path, name: str, content: bytes | str) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def sparse(name: str, start: bytes, size: int) -> Damage:
+@damaging
+def link(root: Path, name: str, target: str) -> None:
+    (root / name).unlink(missing_ok=True)
+    (root / name).symlink_to(target)
+
+
+@damaging
+def pipe(root: Path, name: str) -> None:
+    (root / name).unlink(missing_ok=True)
+    os.mkfifo(root / name)
+
+
+@damaging
+def sparse(root: Path, name: str, start: bytes, size: int) -> None:
     """A file of `size` bytes, nearly all of them holes."""
-
-    def damage(root: Path) -> None:
-        write(name, start)(root)
-        os.truncate(root / name, size)
-
-    return damage
+    write(name, start)(root)
+    os.truncate(root / name, size)
 
 
-def edit(name: str, **changes: object) -> Damage:
-    """Entries of a JSON file changed by dotted name, or removed (None)."""
-
-    def damage(root: Path) -> None:
-        content = json.loads((root / name).read_text())
-        for dotted, value in changes.items():
-            *groups, last = dotted.split("__")
-            place = content
-            for group in groups:
-                place[group] = place = place.get(group) or {}
-            if value is None:
-                del place[last]
-            else:
-                place[last] = value
-        (root / name).write_text(json.dumps(content))
-
-    return damage
+@damaging
+def edit(root: Path, name: str, **changes: object) -> None:
+    """Entries of a JSON file changed by dotted name."""
+    content = json.loads((root / name).read_text())
+    for dotted, value in changes.items():
+        *groups, last = dotted.split("__")
+        place = content
+        for group in groups:
+            place[group] = place = place.get(group) or {}
+        place[last] = value
+    (root / name).write_text(json.dumps(content))
 
 
-def unfinished(*damages: Damage) -> Damage:
+@damaging
+def unfinished(root: Path, *damages: Damage) -> None:
     """Remove the run's result, so it resumes; then apply `damages`."""
-
-    def damage(root: Path) -> None:
-        (root / RUN / "result.json").unlink()
-        for each in damages:
-            each(root)
-
-    return damage
+    (root / RUN / "result.json").unlink()
+    for each in damages:
+        each(root)
 
 
-def folder(name: str) -> Damage:
+@damaging
+def folder(root: Path, name: str) -> None:
     """A folder where a file belongs."""
-
-    def damage(root: Path) -> None:
-        (root / name).unlink(missing_ok=True)
-        (root / name).mkdir()
-
-    return damage
+    (root / name).unlink(missing_ok=True)
+    (root / name).mkdir()
 
 
-def tensors(content: object) -> Damage:
-    def damage(root: Path) -> None:
-        torch.save(content, root / FILE)
-
-    return damage
+@damaging
+def tensors(root: Path, content: object) -> None:
+    torch.save(content, root / FILE)
 
 
 def safetensors(header: bytes, body: bytes = b"") -> bytes:
     return struct.pack("<Q", len(header)) + header + body
 
 
-def metadata(value: str) -> Damage:
+@damaging
+def metadata(root: Path, value: str) -> None:
     """The saved model as one file with another description."""
-
-    def damage(root: Path) -> None:
-        state = load_file(root / SAVED / "model.safetensors")
-        save_file(state, root / "weights.safetensors", {"locality": value})
-
-    return damage
+    state = load_file(root / SAVED / "model.safetensors")
+    save_file(state, root / "weights.safetensors", {"locality": value})
 
 
-def checkpoint(payload: bytes) -> Damage:
+@damaging
+def checkpoint(root: Path, payload: bytes) -> None:
     """A run's checkpoint with content `payload` and a valid checksum."""
     header = f"locality checkpoint 1 {hashlib.sha256(payload).hexdigest()} {len(payload):020d}\n"
-
-    def damage(root: Path) -> None:
-        for name in ("last.ckpt", "previous.ckpt"):
-            write(f"{RUN}/checkpoints/{name}", header.encode() + payload)(root)
-        (root / RUN / "result.json").unlink()
-
-    return damage
+    for name in ("last.ckpt", "previous.ckpt"):
+        write(f"{RUN}/checkpoints/{name}", header.encode() + payload)(root)
+    (root / RUN / "result.json").unlink()
 
 
 def saved(content: object) -> bytes:
@@ -167,16 +141,13 @@ def saved(content: object) -> bytes:
     return buffer.getvalue()
 
 
-def table_naming(name: str) -> Damage:
+@damaging
+def table_naming(root: Path, name: str) -> None:
     """A table of four valid images and `name`."""
-
-    def damage(root: Path) -> None:
-        for number in range(4):
-            write_image(root / f"images/{number}.png", number, (8, 8))
-        listed = "".join(f"{number}.png,{number % 2}\n" for number in range(4))
-        write("images/labels.csv", f"image,label\n{listed}{name},0\n")(root)
-
-    return damage
+    for number in range(4):
+        write_image(root / f"images/{number}.png", number, (8, 8))
+    listed = "".join(f"{number}.png,{number % 2}\n" for number in range(4))
+    write("images/labels.csv", f"image,label\n{listed}{name},0\n")(root)
 
 
 DEEP = "[" * 200_000
