@@ -16,6 +16,7 @@ from locality.errors import Interrupted
 from locality.training import RunConfig, recipe, replace
 from locality.training import train as train_run
 from locality.training.loop import Loop
+from locality.training.optim import create_schedule, make_plan
 
 # Two blocks, one of them GPSA, 16 wide: a step takes 2 ms.
 TINY_MODEL = {
@@ -56,6 +57,16 @@ def tiny(**changes: Any) -> RunConfig:
 
 def train(config: RunConfig, folder: Path) -> dict[str, Any]:
     return train_run(config, folder, quiet=True)
+
+
+def rates(config: RunConfig, steps: int) -> list[float]:
+    """The learning rates of the first steps, of 1000 images."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.optim.lr)
+    schedule, found = create_schedule(optimizer, make_plan(config, 1000)), []
+    for step in range(steps):
+        schedule.step_update(step)
+        found.append(optimizer.param_groups[0]["lr"])
+    return found
 
 
 def assert_same_run(one: Path, other: Path) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from locality.errors import UserError
 from locality.runs import Run
@@ -26,9 +25,9 @@ from locality.training import (
     replace,
 )
 from locality.training.config import read_config
-from locality.training.optim import UNDECIDED, create_schedule, make_plan
+from locality.training.optim import UNDECIDED, make_plan
 
-from .conftest import assert_same_run, tiny, train
+from .conftest import assert_same_run, rates, tiny, train
 
 BY_CLOCK = {"schedule__steps": None, "schedule__minutes": 0.02}
 
@@ -43,25 +42,20 @@ def decided(folder: Path) -> tuple[int, int]:
     return decay
 
 
-def rates(decay: tuple[int, int] | None, steps: int) -> list[float]:
-    schedule = ScheduleConfig(
-        steps=None, minutes=1, decay=decay, warmup=4, warmup_lr=0.0, min_lr=0.1
-    )
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    plan = make_plan(RunConfig(schedule=schedule, optim=OptimConfig(lr=1.0)), 1000)
-    assert plan.steps == (UNDECIDED if decay is None else decay[1])
-    found, by_step = [], create_schedule(optimizer, plan)
-    for step in range(steps):
-        by_step.step_update(step)
-        found.append(optimizer.param_groups[0]["lr"])
-    return found
+def decaying(decay: tuple[int, int] | None) -> RunConfig:
+    rates = {"warmup": 4, "warmup_lr": 0.0, "min_lr": 0.1}
+    schedule = ScheduleConfig(steps=None, minutes=1, decay=decay, **rates)
+    return RunConfig(schedule=schedule, optim=OptimConfig(lr=1.0))
 
 
 def test_the_rate_rises_stays_and_decays_to_the_end():
-    assert rates(None, 8) == [0, 0.25, 0.5, 0.75, 1, 1, 1, 1]
-    assert rates((6, 9), 9) == pytest.approx([0, 0.25, 0.5, 0.75, 1, 1, 1, 0.7, 0.4])
+    assert rates(decaying(None), 8) == [0, 0.25, 0.5, 0.75, 1, 1, 1, 1]
+    assert make_plan(decaying(None), 1000).steps == UNDECIDED
+    expected = [0, 0.25, 0.5, 0.75, 1, 1, 1, 0.7, 0.4]
+    assert rates(decaying((6, 9)), 9) == pytest.approx(expected)
+    assert make_plan(decaying((6, 9)), 1000).steps == 9
     # A run so slow that it decays at once.
-    assert max(rates((1, 3), 3)) < 1
+    assert max(rates(decaying((1, 3)), 3)) < 1
 
 
 def test_evaluations_become_rare_and_do_not_depend_on_the_length():

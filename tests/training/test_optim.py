@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -27,6 +26,8 @@ from locality.training.optim import (
     make_plan,
     parameter_groups,
 )
+
+from .conftest import rates
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamuon"])
@@ -153,22 +154,10 @@ def test_an_optimiser_or_setting_that_cannot_work_is_refused():
             check_optimizer(OptimConfig(name, **settings))
 
 
-def rates(schedule: ScheduleConfig, steps: Iterable[int] | None = None) -> list[float]:
-    """At these steps, or at all of them."""
-    config = RunConfig(optim=OptimConfig(lr=1e-2), schedule=schedule, engine=EngineConfig(64))
-    plan = make_plan(config, 1000)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
-    scheduler = create_schedule(optimizer, plan)
-    found = []
-    for step in range(plan.steps) if steps is None else steps:
-        scheduler.step_update(step)
-        found.append(optimizer.param_groups[0]["lr"])
-    return found
-
-
 def test_the_rate_rises_linearly_and_falls_as_a_cosine():
     schedule = ScheduleConfig(steps=100, warmup=10, warmup_lr=1e-6, min_lr=1e-4)
-    found = rates(schedule)
+    optim = OptimConfig(lr=1e-2)
+    found = rates(RunConfig(optim=optim, schedule=schedule, engine=EngineConfig(64)), 100)
     assert found[0] == pytest.approx(1e-6)
     rises = [b - a for a, b in itertools.pairwise(found[:10])]
     assert rises == pytest.approx([rises[0]] * len(rises))
