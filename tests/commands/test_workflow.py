@@ -231,18 +231,21 @@ def test_training_again_changes_nothing_and_all_differences_are_named(run, cli):
         assert all(name in error for name in ("optim.lr", "augment.affine", "seed"))
 
 
+def configured(*words: object) -> RunConfig:
+    return read_run([str(word) for word in words])[0].config
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_command_line_repeats_every_recipe(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where no folder has the name of a recipe
-    changed = read_run([name, "--seed=7"])[0].config
-    assert changed == dataclasses.replace(recipe(name), seed=7)
+    assert configured(name, "--seed=7") == dataclasses.replace(recipe(name), seed=7)
 
 
 def test_settings_from_a_file_and_by_name(tmp_path):
     """A file overrides the recipe; the command line overrides the file."""
     (tmp_path / "mine.yaml").write_text("optim:\n  lr: 0.001\nschedule:\n  steps: 3\n")
-    words = ["digits", "--config", str(tmp_path / "mine.yaml"), "--optim.lr=0.002"]
-    config = read_run([*words, "--model=deit_nano", "--fraction=0.1"])[0].config
+    words = ["digits", "--config", tmp_path / "mine.yaml", "--optim.lr=0.002"]
+    config = configured(*words, "--model=deit_nano", "--fraction=0.1")
     assert (config.optim.lr, config.schedule.steps) == (0.002, 3)
     assert (config.model.name, config.data.fraction) == ("deit_nano", 0.1)
 
@@ -250,7 +253,7 @@ def test_settings_from_a_file_and_by_name(tmp_path):
 def test_the_models_settings_in_a_group_are_all_of_them(tmp_path):
     """As the config.yaml of a run of an earlier version has them."""
     (tmp_path / "config.yaml").write_text("model: {depth: 2}")
-    config = read_run(["convit_cifar", "--config", str(tmp_path / "config.yaml")])[0].config
+    config = configured("convit_cifar", "--config", tmp_path / "config.yaml")
     assert config.model.depth == 2
 
 
@@ -283,31 +286,27 @@ def test_the_demo_ends_in_a_report(tmp_path, cli):
     ],
 )  # fmt: skip
 def test_a_recipe_follows_the_model_and_data_it_is_given(words, expected):
-    assert read_run(words.split())[0].config == expected
+    assert configured(*words.split()) == expected
 
 
 def test_a_length_in_the_other_unit_keeps_the_shares_of_warm_up_and_cool_down():
-    schedule = read_run(["deit_300", "--schedule.steps", "600"])[0].config.schedule
+    schedule = configured("deit_300", "--schedule.steps", "600").schedule
     assert (schedule.steps, schedule.epochs) == (600, None)
     assert (schedule.warmup, schedule.eval_every) == (10, 30)
-    given = read_run(["deit_300", "--schedule.steps", "600", "--schedule.warmup", "7"])[
-        0
-    ].config.schedule
-    assert given.warmup == 7
-    epochs = read_run(["digits", "--schedule.epochs=30"])[0].config.schedule
+    given = configured("deit_300", "--schedule.steps=600", "--schedule.warmup=7")
+    assert given.schedule.warmup == 7
+    epochs = configured("digits", "--schedule.epochs=30").schedule
     assert (epochs.warmup, epochs.eval_every) == (2.5, 3)
 
 
 def test_a_file_may_name_the_recipe_but_not_another_one(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("recipe: cvt_300\nmodel:\n  name: cvt_21\n")
-    assert read_run(["--config", str(file)])[0].config == recipe(
-        "cvt_300", {"model.name": "cvt_21"}
-    )
-    given = read_run(["--config", str(file), "--optim.weight_decay", "0.3"])[0].config
+    assert configured("--config", file) == recipe("cvt_300", {"model.name": "cvt_21"})
+    given = configured("--config", file, "--optim.weight_decay", "0.3")
     assert given.optim.weight_decay == 0.3 and given.augment.repeats == 3
     with pytest.raises(UserError, match="cvt_300"):
-        read_run(["digits", "--config", str(file)])
+        configured("digits", "--config", file)
 
 
 @pytest.fixture
@@ -400,11 +399,11 @@ def test_a_run_goes_on_with_its_own_settings(tmp_path, cli):
 
 
 def test_a_short_run_has_a_short_warm_up(cli):
-    schedule = read_run(["digits", "--schedule.steps=60"])[0].config.schedule
+    schedule = configured("digits", "--schedule.steps=60").schedule
     assert (schedule.warmup, schedule.eval_every) == (5, 120)
-    assert read_run(["digits", "--schedule.steps=3000"])[0].config.schedule.warmup == 100
+    assert configured("digits", "--schedule.steps=3000").schedule.warmup == 100
     printed = cli("train", "--schedule.steps=60", "--print_config").out
-    assert settings.from_yaml(RunConfig, printed) == read_run(["--schedule.steps=60"])[0].config
+    assert settings.from_yaml(RunConfig, printed) == configured("--schedule.steps=60")
 
 
 def test_images_that_are_not_square_from_training_to_fine_tuning(tmp_path, class_folders, cli):
