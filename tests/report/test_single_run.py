@@ -78,7 +78,7 @@ def test_training_keeps_what_its_last_evaluation_said(tiny_config, tmp_path):
     record(run.path, images=4, pictures=1)
     again = run.predictions()
     assert (again.predicted == found.predicted).all() and kept.count("\n") == len(found.labels) + 1
-    assert evaluate_run(run.path)["top1"] == pytest.approx(result["top1"])
+    assert evaluate_run(run.path)["loss"] == pytest.approx(result["val_loss"])
     page = build_report([run.path], tmp_path / "r.html").read_text()
     assert page.count('alt="attention of the last layer"') == 20
     shown = load_pictures(run.path / MISTAKES)

@@ -115,8 +115,9 @@ def plain(tmp_path_factory):
     ("changes", "tolerance"),
     [
         ({"engine.grad_checkpointing": True, "engine.channels_last": True}, 1e-5),
-        ({"engine.precision": "bf16-mixed"}, 0.02),
-        ({"engine.ema_decay": 0.5}, 0.1),
+        # The loss of a model that was not trained differs by 4e-4, as does that of another seed.
+        ({"engine.precision": "bf16-mixed"}, 1e-4),
+        ({"engine.ema_decay": 0.5}, 1e-4),
     ],
 )
 def test_engine_options_train_the_same_model(changes, tolerance, plain, tmp_path):
