@@ -116,7 +116,7 @@ def plain(tmp_path_factory):
     [
         ({"engine.grad_checkpointing": True, "engine.channels_last": True}, 1e-5),
         # The loss of a model that was not trained differs by 4e-4, as does that of another seed.
-        ({"engine.precision": "bf16-mixed"}, 1e-4),
+        ({"engine.precision": "bf16-mixed"}, 3e-4),
         ({"engine.ema_decay": 0.5}, 1e-4),
     ],
 )
