@@ -9,7 +9,6 @@ tokens. A measure is one number per image and head, (B, h); `measure_model` retu
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -60,12 +59,8 @@ def _token_centres(grid: Grid, stride: Stride = (1, 1), offset: Stride = (0, 0))
 
 def uniform_nonlocality(layer: Record) -> float:
     """Nonlocality of uniform attention on the grids in a layer's record, in query tokens."""
-    grid = layer["grid"]
-    keys = layer.get("key_grid") or grid
-    coarser = math.ceil(grid[0] / keys[0]), math.ceil(grid[1] / keys[1])
-    stride = layer.get("key_stride") or coarser
-    offset = layer.get("key_offset") or (0, 0)
-    return float(token_distances(grid, keys, stride, offset).mean())
+    stride, offset = layer.get("key_stride", (1, 1)), layer.get("key_offset", (0, 0))
+    return float(token_distances(layer["grid"], layer.get("key_grid"), stride, offset).mean())
 
 
 def nonlocality_unit(layers: Sequence[Record]) -> tuple[str, Callable[[Record], float], float]:
