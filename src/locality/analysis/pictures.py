@@ -7,8 +7,6 @@ files.
 from __future__ import annotations
 
 import json
-import zipfile
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,11 +218,9 @@ def load_pictures(path: Path | str) -> Pictures:
     Raises:
         UserError: the file is damaged or has another format.
     """
-    damage = (AttributeError, EOFError, LookupError, MemoryError, NotImplementedError, RuntimeError,
-              TypeError, ValueError, zipfile.BadZipFile, zlib.error)  # fmt: skip
     with (
-        wrap_errors(f"{path} does not contain attention pictures", *damage),
         open_file(path) as file,
+        wrap_errors(f"{path} does not contain attention pictures", Exception),
         np.lib.npyio.NpzFile(file, allow_pickle=False) as archive,
     ):
         assert archive.zip is not None
