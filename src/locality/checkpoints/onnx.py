@@ -9,7 +9,7 @@ import logging
 import math
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,10 @@ def export(
             f"the graph takes images of {copy.img_size}, but the preprocessing resizes to "
             f"{prepared.size}; create the model with img_size={prepared.img_size}"
         )
-    with torch.no_grad(), suppress_warnings():
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"), contextlib.ExitStack() as undo:
+        # The exporter logs notes on its optimiser.
+        undo.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.WARNING)
         exported: Any = torch.onnx.export(
             torch.export.export(copy, (_example(copy, 2),), dynamic_shapes=(axes,)),
             input_names=[INPUT],
@@ -138,15 +141,6 @@ def _check_onnx(model: ImageClassifier, content: bytes) -> None:
 def _example(model: ImageClassifier, batch: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(batch, model.in_chans, *model.img_size, generator=generator)
-
-
-@contextlib.contextmanager
-def suppress_warnings() -> Iterator[None]:
-    """Suppress torch's internal warnings and the exporter's notes on its optimiser."""
-    with warnings.catch_warnings(action="ignore"), contextlib.ExitStack() as undo:
-        undo.callback(logging.disable, logging.root.manager.disable)
-        logging.disable(logging.WARNING)
-        yield
 
 
 def open_graph(path: Path) -> tuple[Callable[[Tensor], Tensor], Checkpoint]:
