@@ -22,7 +22,6 @@ from locality.analysis.taps import (
     output_projection,
 )
 from locality.errors import UserError
-from locality.layers.block import AttentionMaps
 
 
 def rollout(views: Sequence[LayerView]) -> Tensor:
@@ -85,11 +84,6 @@ def relevance(model: nn.Module, images: Tensor, classes: Tensor | None = None) -
 
     flow, maps = _flow(views, weighted, 1.0), views[-1].maps
     flow = flow - torch.eye(flow.shape[1]).to(flow)
-    return on_patches(flow, maps)
-
-
-def on_patches(flow: Tensor, maps: AttentionMaps) -> Tensor:
-    """The class token's row of (B, N, N), or without one the mean over patches: (B, H, W)."""
     prefix = maps.prefix_tokens
     rows = flow[:, : 1 if prefix else None, prefix:]
     return rows.mean(dim=1).unflatten(1, maps.key_grid)
