@@ -196,11 +196,6 @@ def measure_trajectory(folder: Path | str, images: int = 256) -> Record:
         model.load_state_dict(load_file(file))
         step = int(file.stem.partition("-")[2])
         records.append({"step": step, "epoch": plan.epoch(step)} | measure_model(model, chosen))
-    return _to_curves(records)
-
-
-def _to_curves(records: list[Record]) -> Record:
-    """Turn measurements of successive snapshots into one curve per layer."""
     over_time = zip(*(record["layers"] for record in records), strict=True)
     return {
         "images": records[0]["images"],
