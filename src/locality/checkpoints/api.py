@@ -9,6 +9,7 @@ import html
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +57,10 @@ class Flipped(nn.Module):
         return (self.logits(images) + self.logits(images.flip(-1))) / 2
 
 
-@dataclass(frozen=True)
-class _WithoutGradients:
-    """A function called without gradients; unlike `torch.no_grad()(…)` it is pickled and copied."""
-
-    function: Callable[[Tensor], Tensor]
-
-    def __call__(self, images: Tensor) -> Tensor:
-        with torch.no_grad():
-            return self.function(images)
+@torch.no_grad()
+def _without_gradients(function: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
+    """For `partial`, which is pickled and copied, unlike `torch.no_grad()(…)`."""
+    return function(images)
 
 
 @dataclass(frozen=True)
@@ -119,7 +115,7 @@ class Classifier:
         set_data_config(model, preprocessing)
         return cls(
             name or model.variant or type(model).__name__,
-            _WithoutGradients(model),
+            partial(_without_gradients, model),
             preprocessing,
             None if classes is None else tuple(classes),
             model,
@@ -255,7 +251,7 @@ class Classifier:
 
     def flipped(self) -> Classifier:
         """The same model with test-time augmentation, see `Flipped`."""
-        return replace(self, logits=_WithoutGradients(Flipped(self.logits)))
+        return replace(self, logits=partial(_without_gradients, Flipped(self.logits)))
 
     def with_classes(self, names: Sequence[str]) -> Classifier:
         """The same model with the class names of its outputs, see `class_map`."""
