@@ -7,7 +7,7 @@ from torch import nn
 
 from locality.analysis.taps import content_off, position_embedding_off, position_off
 from locality.errors import UserError
-from locality.layers.position import positional_factors
+from locality.layers.position import Separable
 from locality.models import build
 
 
@@ -21,7 +21,7 @@ class Positional(nn.Module):
 
     def forward(self, x, grid, part=None, first=False):
         values = nn.functional.linear(x, self.value).unflatten(2, (self.heads, -1)).transpose(1, 2)
-        position = positional_factors(self.v_pos, grid).attend(values)
+        position = Separable.of(self.v_pos, grid, values.dtype).attend(values)
         return self.project(position.transpose(1, 2).flatten(2))
 
 

@@ -32,7 +32,7 @@ def test_separable_equals_dense(positional_scores, case):
     generator = torch.Generator().manual_seed(0)
     shape = (2, len(v_pos), grid[0] * grid[1], 5)
     values = torch.randn(shape, dtype=torch.float64, generator=generator)
-    attended = P.positional_factors(v_pos, grid).attend(values)
+    attended = P.Separable.of(v_pos, grid, v_pos.dtype).attend(values)
     assert attended.shape == values.shape
     torch.testing.assert_close(attended, dense @ values, rtol=0, atol=200 * tolerance)
 
@@ -43,7 +43,7 @@ def test_separable_has_the_gradients_of_dense(positional_scores, grid):
     values = torch.randn(3, 4, grid[0] * grid[1], 6, dtype=torch.float64, requires_grad=True)
     weights = torch.randn_like(values)
     dense = positional_scores(v_pos, grid).softmax(dim=-1) @ values
-    separable = P.positional_factors(v_pos, grid).attend(values)
+    separable = P.Separable.of(v_pos, grid, v_pos.dtype).attend(values)
     theirs, ours = (
         torch.autograd.grad((attended * weights).sum(), (v_pos, values))
         for attended in (dense, separable)
@@ -65,7 +65,7 @@ def test_large_locality_strength_is_one_hot_at_the_offset():
 def test_unit_strength_is_a_gaussian_of_variance_one_half():
     """α = 1, Δ = 0: a discrete Gaussian of variance ½ per axis."""
     centre = P.attention_centres(torch.zeros(1, 2, dtype=torch.float64), 1.0)
-    rows, columns = P.positional_factors(centre, (21, 21))
+    rows, columns = P.Separable.of(centre, (21, 21), centre.dtype)
     places = torch.arange(21, dtype=torch.float64) - 10
     gaussian = torch.exp(-places.square() / (2 * 0.5))
     for factor in (rows, columns):

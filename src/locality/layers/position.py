@@ -30,7 +30,6 @@ from torch import Tensor
 
 from locality.layers.grid import Grid
 
-Scores = tuple[Tensor, Tensor]
 GatedPart = tuple[Tensor, "Separable"]
 """Of Eq. 7, what depends on no token: σ(λ), (h, 1, 1), and positional attention."""
 
@@ -41,8 +40,7 @@ def gated_parts(
 ) -> list[GatedPart]:
     """σ(λ) and softmax(v_pos·r) of layers, in as many kernels as for one: (h, 3), (h,) each."""
     gates = torch.stack([*gating]).sigmoid().to(dtype)[:, :, None, None]
-    scores = axis_scores(in_full(torch.stack([*v_pos])), grid)
-    factors = zip(*Separable.of(scores, dtype), strict=True)
+    factors = zip(*Separable.of(torch.stack([*v_pos]), grid, dtype), strict=True)
     return list(zip(gates, itertools.starmap(Separable, factors), strict=True))
 
 
@@ -73,7 +71,7 @@ def in_full(v_pos: Tensor) -> Tensor:
     return v_pos.to(torch.promote_types(v_pos.dtype, torch.float32))
 
 
-def axis_scores(v_pos: Tensor, grid: Grid) -> Scores:
+def axis_scores(v_pos: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """s and t above, (..., H, H) over rows and (..., W, W) over columns, from v_pos (..., 3)."""
     quadratic, *linear = v_pos[..., None, None, :].unbind(-1)
     scores = []
@@ -94,8 +92,9 @@ class Separable(NamedTuple):
     columns: Tensor
 
     @classmethod
-    def of(cls, scores: Scores, dtype: torch.dtype) -> Separable:
-        """The factors for any number of layers."""
+    def of(cls, v_pos: Tensor, grid: Grid, dtype: torch.dtype) -> Separable:
+        """The factors of v_pos, (…, h, 3) for any number of layers."""
+        scores = axis_scores(in_full(v_pos), grid)
         rows, columns = (score.softmax(dim=-1).to(dtype) for score in scores)
         return cls(rows, columns)
 
@@ -114,14 +113,9 @@ class Separable(NamedTuple):
         return v.view(heads, height * breadth, batch, width).permute(2, 0, 1, 3)
 
 
-def positional_factors(v_pos: Tensor, grid: Grid) -> Separable:
-    """The factors of positional attention: (h, 3) → (h, H, H) over rows, (h, W, W) over columns."""
-    return Separable.of(axis_scores(in_full(v_pos), grid), v_pos.dtype)
-
-
 def positional_attention(v_pos: Tensor, grid: Grid) -> Tensor:
     """softmax(v_pos · r_ij) as a matrix: (h, 3) → (h, N, N). For inspection; quadratic in N."""
-    rows, columns = positional_factors(v_pos, grid)
+    rows, columns = Separable.of(v_pos, grid, v_pos.dtype)
     return torch.einsum("hik,hjl->hijkl", rows, columns).flatten(3).flatten(1, 2)
 
 
