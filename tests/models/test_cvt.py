@@ -61,7 +61,7 @@ def test_a_pooled_embedding_convolves_the_largest_of_each_window():
     torch.testing.assert_close(
         stage(tokens), stage.norm(convolved.permute(0, 2, 3, 1).flatten(1, 2))
     )
-    assert model.token_grids(images(model)) == small().token_grids(images(model))
+    assert model.config.native_grids == small().config.native_grids
 
 
 def test_the_class_token_stays_when_patches_are_pooled_and_may_be_left_out():

@@ -279,7 +279,7 @@ class VisionTransformer(transformer.Transformer):
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
         """(B, C_in, H_in, W_in) → embedded patches, (B, N, C), and their grid."""
-        grid = self.token_grids(x)[0]
+        grid = transformer.token_grids(self.config, x.shape)[0]
         # Contiguous, so that no later residual sum works on strided memory.
         x = self.patch_embed(x).flatten(2).transpose(1, 2).contiguous()
         if self.config.embed_class_token and self.cls_token is not None:

@@ -339,7 +339,7 @@ class ConvolutionalVisionTransformer(transformer.Transformer):
     def forward_features(
         self, x: Tensor, maps: list[Tensor] | None = None, first: bool = False
     ) -> Tensor:
-        grids = self.token_grids(x)
+        grids = transformer.token_grids(self.config, x.shape)
         for index, stage in enumerate(self.stages):
             image = x if index == 0 else tokens_to_image(x, grids[index - 1])
             x = stage(image, grids[index], first and index == len(self.stages) - 1)

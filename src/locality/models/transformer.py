@@ -68,10 +68,6 @@ class Transformer(ImageClassifier):
         fused.shortcuts = True
         return fused
 
-    def token_grids(self, x: Tensor) -> list[Grid]:
-        """The token grids of images (B, C, H, W)."""
-        return token_grids(self.config, x.shape)
-
     @property
     def grad_checkpointing(self) -> bool:
         """Whether blocks are recomputed in the backward pass."""
@@ -211,8 +207,7 @@ class Transformer(ImageClassifier):
         raise NotImplementedError
 
     def layer_ids(self) -> dict[str, int]:
-        matcher = self.group_matcher(coarse=False)
-        return group_parameters(self, matcher, reverse=True)
+        return group_parameters(self, self.group_matcher(), reverse=True)
 
 
 def embedding(entries: int, width: int) -> nn.Parameter:
