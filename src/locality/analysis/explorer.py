@@ -96,20 +96,19 @@ def explorer_page(
     models = [about for about, _ in observed]
     cuts = [subject.preprocessing for subject in subjects]
     otherwise = {number: cut for number, cut in enumerate(cuts) if _part(cut) != _part(cuts[0])}
-    shown = [high_resolution_crop(image, cuts[0]) for image in images]
     known = known_labels(labels, subjects)
     pictures = [
         {
-            "source": data_url(np.asarray(picture)),
+            "source": data_url(np.asarray(high_resolution_crop(image, cuts[0]))),
             "name": names[index] if names else f"image {index + 1}",
             "label": known[index] if known else None,
             # Other models' parts of the image, if they cut it otherwise.
             "own": {
-                number: data_url(np.asarray(high_resolution_crop(images[index], cut)))
+                number: data_url(np.asarray(high_resolution_crop(image, cut)))
                 for number, cut in otherwise.items()
             },
         }
-        for index, picture in enumerate(shown)
+        for index, image in enumerate(images)
     ]
     blobs = {
         f"blob-{model}-{image}": blob
@@ -298,7 +297,7 @@ def live_page(
             differs in more than mean and std, or `images` is empty.
     """
     check_count(subjects, images)
-    models = [_describe(subject) for subject in subjects]
+    models, weights = zip(*map(_describe, subjects), strict=True)
     forms = {_form(subject.preprocessing) for subject in subjects}
     if len(forms) > 1:
         raise UserError(
@@ -306,27 +305,25 @@ def live_page(
             f"{' and '.join(sorted(forms))}; write one page per model"
         )
     preprocessing = subjects[0].preprocessing
-    (height, width), channels = preprocessing.size, len(preprocessing.mean)
     shown = torch.stack(subjects[0].pixels(images)).permute(0, 2, 3, 1)
     for subject in subjects:
         subject.check_one_label()
         subject.check_logits(subject.logits(subject.prepare(images)))
-    described = [model for model, _ in models]
     page = {
         "crop_pct": preprocessing.crop_pct,
         "crop_mode": preprocessing.crop_mode,
         "interpolation": preprocessing.interpolation,
-        "size": [height, width],
-        "channels": channels,
+        "size": list(preprocessing.size),
+        "channels": len(preprocessing.mean),
         "images": len(images),
         "labels": known_labels(labels, subjects),
         "names": list(names),
-        "digits": digits and (height, width) == DRAWN_SIZE,
-        "models": described,
+        "digits": digits and preprocessing.size == DRAWN_SIZE,
+        "models": models,
     }
-    blobs = {f"weights-{at}": weights for at, (_, weights) in enumerate(models)}
+    blobs = {f"weights-{at}": packed for at, packed in enumerate(weights)}
     blobs["images"] = shown.numpy().tobytes()
-    return render_page("live.html", described, blobs, page, about=Markup(about or ""))
+    return render_page("live.html", models, blobs, page, about=Markup(about or ""))
 
 
 def _form(preprocessing: Preprocessing) -> str:
