@@ -319,12 +319,11 @@ def check_output(path: Path | str | None, overwrite: bool = False) -> None:
 
 
 def check_output_folder(path: Path, overwrite: bool = False) -> None:
-    """Check that a folder is new or empty, or `overwrite`, and that its parent exists.
+    """Check that a folder is new or empty, or `overwrite`.
 
     Raises:
         UserError: if it is not.
     """
-    check_parent(path)
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file; give a folder")
     if path.exists() and any(path.iterdir()) and not overwrite:

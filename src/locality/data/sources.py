@@ -242,6 +242,8 @@ class ArraySource(ImageSource):
         name: the collection's name in messages.
     """
 
+    pixels: torch.Tensor
+
     def __init__(self, images: npt.NDArray[np.uint8], labels: npt.ArrayLike, name: str) -> None:
         self.labels = np.asarray(labels, dtype=np.int64)
         if images.ndim != 4 or images.shape[-1] != 3 or images.dtype != np.uint8:
@@ -256,11 +258,9 @@ class ArraySource(ImageSource):
         self.name = name
 
     def read(self, index: int, least: int | None = None) -> Image.Image:
-        assert self.pixels is not None
         return Image.fromarray(self.pixels[index].permute(1, 2, 0).contiguous().numpy())
 
     def size(self, index: int) -> tuple[int, int]:
-        assert self.pixels is not None
         return self.pixels.shape[-1], self.pixels.shape[-2]
 
     def describe(self, index: int) -> str:

@@ -46,8 +46,8 @@ _IMAGES, _LAYERS, _HEADS = 3, 4, 4
 _MAX_NAMES = 4  # in the title
 _THUMBNAIL = 160  # pixels
 
+# In the confusion matrix and the table: readable on a phone.
 _MAX_CLASSES = 20
-"""In the confusion matrix and the table: readable on a phone."""
 
 
 def build_report(run_folders: Iterable[Path | str], output: Path | str) -> Path:
