@@ -16,13 +16,7 @@ from safetensors.torch import load_file
 
 from locality.analysis.baselines import record_baselines
 from locality.analysis.measures import Record, measure_model
-from locality.analysis.pictures import (
-    Pictures,
-    capture_pictures,
-    sample,
-    sample_at,
-    save_pictures,
-)
+from locality.analysis.pictures import Pictures, capture_pictures, sample, sample_at, save_pictures
 from locality.data import DataSplits, train_loader
 from locality.data.config import InputConfig
 from locality.errors import UserError, one_line

@@ -19,27 +19,9 @@ from safetensors.torch import save as to_safetensors
 from timm.models import adapt_input_conv
 from torch import Tensor
 
-from locality.checkpoints import registry
-from locality.checkpoints.formats import (
-    KEY_MAPS,
-    PREPROCESSING_KEYS,
-    PREPROCESSOR,
-    fit_interface,
-    read_config,
-    recognise,
-    timm_preprocessing,
-)
-from locality.checkpoints.native import (
-    CONFIG,
-    Checkpoint,
-    State,
-    check_finite,
-    check_keys,
-    contiguous_copies,
-    read_state,
-    write_file,
-    write_folder,
-)
+from locality.checkpoints import formats, native, registry
+from locality.checkpoints.formats import KEY_MAPS, PREPROCESSING_KEYS, PREPROCESSOR
+from locality.checkpoints.native import CONFIG, Checkpoint, State, contiguous_copies
 from locality.checkpoints.registry import FORMAT, HUB_FILES, WEIGHTS
 from locality.checkpoints.run_state import load_best_state
 from locality.data.config import Preprocessing
@@ -91,9 +73,9 @@ def read(
     with prefix_errors(what):
         config = held.config if held else like or _named_after(Path(what))
         config = config.with_overrides(**settings)
-        key_map, state = recognise(state, config)
+        key_map, state = formats.recognise(state, config)
         if held is None:
-            config = fit_interface(state, key_map, config, settings)
+            config = formats.fit_interface(state, key_map, config, settings)
             computed = key_map.activation
             if computed and config.activation != computed and "activation" not in settings:
                 _log.warning(
@@ -103,7 +85,7 @@ def read(
         if like is not None:
             _check_same(config, like)
         state = key_map.to_native(state, config)
-        check_finite(state)
+        native.check_finite(state)
         name = config.name if isinstance(config, TimmConfig) else identify(config)[0]
         if held is None:
             return Checkpoint(config, state, name, _timm_preprocessing(config))
@@ -151,10 +133,10 @@ def _open_path(what: str, entry: str | None) -> Opened:
     if path.name in registry.WEIGHT_FILES and description.exists():
         content = read_json(description)
         with prefix_errors(description), wrap_errors("it is damaged", Exception):
-            held = read_config(path.parent, content)
+            held = formats.read_config(path.parent, content)
         if held is None:
             _log.warning(f"{description} is ignored: locality, timm or CvT did not write it")
-    state, metadata = read_state(path, entry)
+    state, metadata = native.read_state(path, entry)
     if held is None and FORMAT in metadata:
         content = parse_json(metadata[FORMAT], f"{path}: its description")
         with prefix_errors(path), wrap_errors("its description is damaged", TypeError):
@@ -189,7 +171,7 @@ def _open_public(what: str, _: object) -> Opened:
     if row.file is not None:
         return _open_path(str(row.file), None)
     config = named(row.model, img_size=row.preprocessing.img_size)
-    state, _ = read_state(public_file(row))
+    state, _ = native.read_state(public_file(row))
     return state, Checkpoint(config, {}, row.model, row.preprocessing)
 
 
@@ -218,7 +200,7 @@ def _timm_preprocessing(config: Any) -> Preprocessing | None:
     """timm's preprocessing of its own model, if that is for as many channels."""
     if not isinstance(config, TimmConfig) or config.in_chans != TimmConfig.in_chans:
         return None
-    return timm_preprocessing(config.data_config())
+    return formats.timm_preprocessing(config.data_config())
 
 
 def _open_hub(what: str, _: object) -> Opened:
@@ -293,7 +275,7 @@ def load_weights(
         changes = _classifier(state, checkpoint, target, fresh, classes)
         for adapt in (_channels, resample_pos_embeds):
             changes += adapt(state, checkpoint.config, target, fresh)
-        check_keys(state, fresh, "locality's")
+        native.check_keys(state, fresh, "locality's")
     model.load_state_dict(state, strict=True)
     if (names := joinable(checkpoint.classes)) and set(names) <= set(classes or ()):
         model.inherited = [list(classes or ()).index(name) for name in names]
@@ -430,7 +412,7 @@ def convert(
             name: tensor.half() if tensor.is_floating_point() else tensor
             for name, tensor in checkpoint.state.items()
         }
-        check_finite(state)
+        native.check_finite(state)
         checkpoint = replace(checkpoint, state=state)
     notes = ""
     if to != FORMAT:
@@ -446,9 +428,9 @@ def convert(
             f"preprocessing or class names; read it with --variant {name}"
         )
     elif target.suffix:
-        write_file(checkpoint, target)
+        native.write_file(checkpoint, target)
     else:
-        write_folder(checkpoint, target)
+        native.write_folder(checkpoint, target)
     size = sum(tensor.numel() for tensor in checkpoint.state.values())
     return (
         f"{source} → {target} ({to}): "

@@ -27,13 +27,7 @@ from scipy.sparse.csgraph import connected_components
 from locality.data.config import DATASETS, DataConfig, DatasetInfo
 from locality.data.folder import check_root, list_folder, log_once, open_folder
 from locality.data.sampling import Indices, class_fraction, class_slice, stratified_split
-from locality.data.sources import (
-    ArraySource,
-    DataSplits,
-    FileSource,
-    ImageSource,
-    first_equal,
-)
+from locality.data.sources import ArraySource, DataSplits, FileSource, ImageSource, first_equal
 from locality.data.tables import open_arrow, open_table
 from locality.errors import UserError, some, wrap_errors
 from locality.files import read_text

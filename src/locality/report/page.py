@@ -12,15 +12,9 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup, escape
 
+from locality.analysis import recording
 from locality.analysis.baselines import ADVICE
 from locality.analysis.pictures import LayerPicture, Pictures, load_pictures
-from locality.analysis.recording import (
-    AUGMENTED,
-    MAX_MISTAKES,
-    MISTAKES,
-    PICTURES,
-    recorded_trajectory,
-)
 from locality.analysis.runs import (
     BaselinePair,
     RunGroup,
@@ -223,7 +217,7 @@ def _over_training(groups: Sequence[RunGroup]) -> list[tuple[str, dict[str, Any]
     measured = []
     for one in groups:
         part = one.fractions[-1]
-        trajectories = [recorded_trajectory(run.path) for run in one.at(part)]
+        trajectories = [recording.recorded_trajectory(run.path) for run in one.at(part)]
         if recorded := [trajectory for trajectory in trajectories if trajectory is not None]:
             measured.append((one.label_at(part), recorded))
     titled = {"Nonlocality": curves.nonlocality_panels(measured)}
@@ -240,7 +234,7 @@ def _attention_galleries(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
     seen: list[tuple[str, Pictures]] = []
     for one in groups:
         run = one.at(one.fractions[-1])[0]
-        path = run.path / PICTURES
+        path = run.path / recording.PICTURES
         if path.exists() and (pictures := load_pictures(path)).layers:
             seen.append((f"{one.label_at(run.fraction)}, seed {run.repeat[0]}", pictures))
     if not seen:
@@ -368,7 +362,7 @@ def single_run(run: Run) -> dict[str, Any]:
 
 def _augmented(run: Run) -> list[tuple[str, str]]:
     """Training images as augmented, and their classes; none if not recorded."""
-    path = run.path / AUGMENTED
+    path = run.path / recording.AUGMENTED
     if not path.exists():
         return []
     pictures = load_pictures(path)
@@ -400,9 +394,9 @@ def _from_predictions(run: Run, predictions: Predictions) -> dict[str, Any]:
 
 def _mistakes(run: Run, predictions: Predictions) -> list[dict[str, Any]]:
     """The most confident mistakes, with attention maps where recorded."""
-    path = run.path / MISTAKES
+    path = run.path / recording.MISTAKES
     captured = load_pictures(path) if path.exists() else None
-    wrong = predictions.mistakes(MAX_MISTAKES)
+    wrong = predictions.mistakes(recording.MAX_MISTAKES)
     files = [Path(predictions.paths[row]) for row in wrong]
     return [
         {
