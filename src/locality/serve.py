@@ -75,8 +75,7 @@ def application(classifier: Classifier, title: str = "") -> FastAPI:
         megabytes=MEGABYTES,
     )
     settings = classifier.preprocessing.decoding
-    pixels = min(settings.max_pixels, _MAX_PIXELS)
-    settings = replace(settings, exif=True, max_pixels=pixels)
+    settings = replace(settings, exif=True, max_pixels=min(settings.max_pixels, _MAX_PIXELS))
     one = anyio.CapacityLimiter(1)  # torch already uses all cores for one image
 
     async def with_image(request: Request, function: Callable[[Image.Image], T]) -> T:

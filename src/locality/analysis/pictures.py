@@ -186,11 +186,10 @@ def _picture(view: LayerView, place: tuple[float, float] | None) -> LayerPicture
         first = query[0] * width + query[1] + maps.prefix_tokens
         rows = slice(first, first + 1)
     attention = maps.mixed[..., rows, maps.prefix_tokens :].mean(dim=-2)
-    mixed = attention.unflatten(-1, maps.key_grid)
     return LayerPicture(
         grid=maps.query_grid,
         query=query,
-        mixed=mixed.float().cpu().numpy(),
+        mixed=attention.unflatten(-1, maps.key_grid).float().cpu().numpy(),
         gates=None if maps.gate is None else maps.gate.float().cpu().numpy(),
     )
 

@@ -171,8 +171,7 @@ def measure_trajectory(folder: Path | str, images: int = 256) -> Record:
     Raises:
         UserError: the run has no snapshots.
     """
-    run = Run(folder)
-    files = _snapshots(run)
+    files = _snapshots(Run(folder))
     if not files:
         raise UserError(
             f"run folder {folder} has no snapshots to measure attention over training; train with "

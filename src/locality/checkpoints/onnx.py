@@ -176,8 +176,7 @@ def open_graph(path: Path) -> tuple[Callable[[Tensor], Tensor], Checkpoint]:
         timer = threading.Timer(seconds, setattr, (options, "terminate", True))
         timer.start()
         try:
-            answer = session.run([OUTPUT], {INPUT: images.numpy()}, options)
-            output = torch.from_numpy(answer[0])
+            output = torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()}, options)[0])
         except Exception as error:  # a graph may raise anything
             late = f"; it was stopped after {seconds} s" if options.terminate else ""
             raise UserError(f"{path} cannot be run{late}: {one_line(error)}") from error

@@ -73,8 +73,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         FileNotFoundError: if the file does not exist.
     """
     with open_file(path) as file:
-        header = file.read(_HEADER_BYTES)
-        if header != _expected_header(file):
+        if file.read(_HEADER_BYTES) != _expected_header(file):
             raise DamagedCheckpoint(
                 f"checkpoint {path} is damaged: its content does not match its checksum"
             )

@@ -75,8 +75,7 @@ def compare(arguments: Sequence[str]) -> int:
     parser.add("--minutes", None, "total time; 10 by default", checks.Positive)
     parser.add("--steps", None, "steps per run, instead of --minutes", checks.Count)
     parser.add("--seeds", None, "runs per model and fraction; 3 by default", checks.Count)
-    text = "k-fold cross-validation instead of --seeds"
-    parser.add("--folds", None, text, checks.Count)
+    parser.add("--folds", None, "k-fold cross-validation instead of --seeds", checks.Count)
     parts = tuple[checks.PositiveShare, ...]
     parser.add("--fractions", None, "fractions of the images: 0.1,1; 1 by default", parts)
     parser.add("--img_size", None, "pixels, from scratch; as in train by default", checks.Count)

@@ -66,8 +66,7 @@ def build_report(run_folders: Iterable[Path | str], output: Path | str) -> Path:
         waiting = f" ({len(unfinished)} have started)" if unfinished else ""
         raise UserError(f"none of these runs has finished{waiting}: nothing to report")
     content = _content(groups) | {"unfinished": unfinished}
-    page = render("locality.report", "report.html", FILTERS, **content)
-    return write_page(output, page)
+    return write_page(output, render("locality.report", "report.html", FILTERS, **content))
 
 
 def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
@@ -371,7 +370,6 @@ def _augmented(run: Run) -> list[tuple[str, str]]:
 
 def _from_predictions(run: Run, predictions: Predictions) -> dict[str, Any]:
     rows = predictions.per_class()
-    counts = run.class_counts()
     errors = [row["images"] + row["called"] - 2 * row["right"] for row in rows]
     shown = sorted(np.argsort(np.negative(errors), kind="stable")[:_MAX_CLASSES].tolist())
     table, error = predictions.calibration()
@@ -382,7 +380,7 @@ def _from_predictions(run: Run, predictions: Predictions) -> dict[str, Any]:
         "evaluated": len(predictions.labels),
         "unread": int(run.result["val_images"]) - len(predictions.labels),
         "rows": predictions.by_recall()[:_MAX_CLASSES],
-        "train_images": counts,
+        "train_images": run.class_counts(),
         "confusion": charts.chart(charts.draw_confusion, predictions.confusion(shown), names),
         "confused_classes": len(shown),
         "calibration": charts.chart(charts.draw_calibration, table),

@@ -97,7 +97,8 @@ def evaluate_opened(
     if opened.model is None:
         if precision not in ("fp32", "auto"):
             raise UserError(f"{opened.name} is a graph, whose precision is fixed; omit {precision}")
-        model, device, precision = _Graph(opened), torch.device("cpu"), "fp32"
+        model, device, precision = nn.Module(), torch.device("cpu"), "fp32"
+        model.forward = opened.logits
     else:
         model = opened.model
     splits = open_for(opened, data, seed) if splits is None else splits
@@ -116,14 +117,6 @@ def evaluate_opened(
         module = Flipped(model.to(device)) if tta else model.to(device)
         result = evaluate(module, loader, device, on_batch=checked)
     return result | {"dataset": data.dataset, "skipped": dict(loader.skipped)}
-
-
-class _Graph(nn.Module):
-    """An exported graph as a module."""
-
-    def __init__(self, opened: Classifier) -> None:
-        super().__init__()
-        self.forward = opened.logits
 
 
 def open_for(
