@@ -21,6 +21,7 @@ import io
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -239,28 +240,20 @@ def _cell(value: Any) -> str:
 _MAX_CLASSES = 1_000_000
 
 
+@dataclass(eq=False)
 class ArrowSource(ImageSource):
     """A Hugging Face dataset with an image and a class per row.
 
-    Images are undecoded, their "bytes" or "path". A path must be in the folder `inside` if that is
-    given.
+    Images are undecoded, their "bytes" or "path", in its only column. A path must be in the folder
+    `_inside` if that is given.
     """
 
-    def __init__(
-        self,
-        images: datasets.Dataset,
-        labels: npt.ArrayLike,
-        name: str,
-        decoding: Decoding,
-        files: Sequence[tuple[str, str]],
-        inside: Path | None,
-    ) -> None:
-        self.images, (self._column,) = images, images.column_names
-        self.labels = np.asarray(labels, dtype=np.int64)
-        self.name = name
-        self.decoding = decoding
-        self._files = files
-        self._inside = inside
+    images: datasets.Dataset
+    labels: npt.NDArray[np.int64]
+    name: str
+    _files: Sequence[tuple[str, str]]
+    _inside: Path | None
+    decoding: Decoding
 
     def read_bytes(self, index: int) -> bytes:
         cell = self._cell(index)
@@ -277,7 +270,8 @@ class ArrowSource(ImageSource):
         return self._files
 
     def _cell(self, index: int) -> dict[str, Any]:
-        return self.images[index][self._column] or {}
+        (cell,) = self.images[index].values()
+        return cell or {}
 
     def describe(self, index: int) -> str:
         path = self._cell(index).get("path")
@@ -318,9 +312,9 @@ def open_arrow(config: DataConfig) -> tuple[list[str], ImageSource, ImageSource 
             raise UserError(f"train and {part} in '{folder}' have different classes: {difference}")
         index = {name: number for number, name in enumerate(classes)}
         inside = None if config.allow_outside else folder
-        labels = [index[name] for name in names]
+        labels = np.array([index[name] for name in names], np.int64)
         images = rows.select_columns([image]).cast_column(image, hf.Image(decode=False))
-        source = ArrowSource(images, labels, f"{folder}/{part}", config.decoding, files, inside)
+        source = ArrowSource(images, labels, f"{folder}/{part}", files, inside, config.decoding)
         source.numbered, files = numbers, []
         if (group := config.group_column) is not None:
             if group not in rows.features:
