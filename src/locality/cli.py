@@ -111,17 +111,10 @@ def _run(given: list[str]) -> int | None:
     if first not in COMMANDS:
         raise unknown("command", first, COMMANDS)
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
-        _check_address_space()
+        # OpenBLAS, which scipy loads after torch, repeats an allocation that fails for ever.
+        importlib.import_module("torch")
+        mmap.mmap(-1, 1 << 30).close()
     return load_command(first)([_with_underscores(word) for word in given[1:]])
-
-
-def _check_address_space() -> None:
-    """Raise OSError if `ulimit -v` leaves too little for libraries that would wait for it for ever.
-
-    OpenBLAS, which scipy loads after torch, repeats an allocation that fails.
-    """
-    importlib.import_module("torch")
-    mmap.mmap(-1, 1 << 30).close()
 
 
 def load_command(name: str) -> Callable[[Sequence[str]], int | None]:

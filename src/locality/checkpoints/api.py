@@ -19,8 +19,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from locality import checks
-from locality.checkpoints.formats import timm_preprocessing
-from locality.checkpoints.loading import load_weights, read, set_data_config
+from locality.checkpoints.loading import load_weights, read, set_data_config, timms_preprocessing
 from locality.checkpoints.native import ProblemType, class_map
 from locality.checkpoints.onnx import open_graph
 from locality.checkpoints.registry import WEIGHT_FILES, detect_kind, graph_not_model, source
@@ -32,7 +31,6 @@ from locality.data.preprocessing import eval_transform, high_resolution_crop, no
 from locality.errors import NonFiniteLogits, UserError, prefix_errors, wrap_errors
 from locality.models import factory
 from locality.models.base import ImageClassifier
-from locality.models.factory import TimmModel
 from locality.models.variants import PREFIX
 from locality.templates import data_url
 
@@ -402,9 +400,7 @@ def create_model(
         img_size = row.preprocessing.img_size if img_size is None else img_size
         weights = row.name if pretrained else weights
     model = factory.build(row.model if row else name, img_size=img_size, **overrides)
-    known = None if row is None else row.preprocessing
-    if isinstance(model, TimmModel):
-        known = timm_preprocessing(model.config.data_config())
+    known = timms_preprocessing(model.config) if row is None else row.preprocessing
     if known is None or len(known.mean) != model.in_chans:
         known = Preprocessing.imagenet(model.img_size, model.in_chans)
     set_data_config(model, known.at(model.img_size))

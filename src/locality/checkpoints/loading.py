@@ -88,7 +88,7 @@ def read(
         native.check_finite(state)
         name = config.name if isinstance(config, TimmConfig) else identify(config)[0]
         if held is None:
-            return Checkpoint(config, state, name, _timm_preprocessing(config))
+            return Checkpoint(config, state, name, timms_preprocessing(config))
         prepared = held.preprocessing
         if prepared is not None and "img_size" in settings:
             prepared = prepared.at(config.img_size)
@@ -193,10 +193,10 @@ def _open_timm(what: str, _: object) -> Opened:
     config = TimmConfig.named(what)
     with wrap_errors(f"timm's weights of {what} could not be loaded", OSError, RuntimeError):
         model = timm.create_model(config.timm_name, pretrained=True)
-    return model.state_dict(), Checkpoint(config, {}, config.name, _timm_preprocessing(config))
+    return model.state_dict(), Checkpoint(config, {}, config.name, timms_preprocessing(config))
 
 
-def _timm_preprocessing(config: Any) -> Preprocessing | None:
+def timms_preprocessing(config: Any) -> Preprocessing | None:
     """timm's preprocessing of its own model, if that is for as many channels."""
     if not isinstance(config, TimmConfig) or config.in_chans != TimmConfig.in_chans:
         return None

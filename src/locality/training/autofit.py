@@ -145,10 +145,8 @@ def sampled_sizes(source: ImageSource) -> list[tuple[int, int]]:
     """(width, height) of a sample of images, in pixels."""
     sizes = []
     for index in np.linspace(0, len(source) - 1, min(_SAMPLED_IMAGES, len(source))).astype(int):
-        try:
+        with contextlib.suppress(BadImage):
             sizes.append(source.size(int(index)))
-        except BadImage:
-            continue
     if not sizes:
         raise UserError(f"none of the sampled images can be read, such as {source.describe(0)}")
     return sizes
