@@ -33,15 +33,8 @@ from locality.settings import from_dict
 
 require("locality.transformers", "locality[transformers]", "transformers")
 
-from transformers import (  # noqa: E402
-    AutoConfig,
-    AutoImageProcessor,
-    AutoModel,
-    AutoModelForImageClassification,
-    BatchFeature,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+import transformers  # noqa: E402
+from transformers import AutoModelForImageClassification, BatchFeature  # noqa: E402
 from transformers.image_processing_utils import BaseImageProcessor  # noqa: E402
 from transformers.image_transforms import to_pil_image  # noqa: E402
 from transformers.image_utils import make_flat_list_of_images  # noqa: E402
@@ -52,7 +45,7 @@ from transformers.modeling_outputs import (  # noqa: E402
 from transformers.utils import can_return_tuple  # noqa: E402
 
 
-class LocalityConfig(PreTrainedConfig):
+class LocalityConfig(transformers.PreTrainedConfig):
     """The configuration of a model; its `config.json` is also one of the native format.
 
     Settings of the named model are keywords: `LocalityConfig(name="convit_tiny", img_size=96)`.
@@ -131,7 +124,7 @@ class LocalityOutput(ImageClassifierOutput):
     gates: tuple[Tensor | None, ...] | None = None
 
 
-class LocalityForImageClassification(PreTrainedModel):
+class LocalityForImageClassification(transformers.PreTrainedModel):
     """A model of this library as a transformers classifier.
 
     Attributes:
@@ -342,9 +335,9 @@ def from_locality(
     return model, LocalityImageProcessor(**dataclasses.asdict(prepared))
 
 
-AutoConfig.register(FORMAT, LocalityConfig)
-AutoModel.register(LocalityConfig, LocalityModel)
+transformers.AutoConfig.register(FORMAT, LocalityConfig)
+transformers.AutoModel.register(LocalityConfig, LocalityModel)
 AutoModelForImageClassification.register(LocalityConfig, LocalityForImageClassification)
-AutoImageProcessor.register(
+transformers.AutoImageProcessor.register(
     LocalityConfig, image_processor_classes={"torchvision": LocalityImageProcessor}
 )
