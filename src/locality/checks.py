@@ -6,7 +6,6 @@ import contextlib
 import re
 import sys
 import typing
-from collections.abc import Iterable
 from functools import cache
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict
@@ -85,11 +84,6 @@ def choices(hint: Any) -> list[str]:
     if typing.get_origin(hint) is Literal:
         return [part for part in parts if isinstance(part, str)]
     return list(dict.fromkeys(choice for part in parts for choice in choices(part)))
-
-
-def one_of(name: str, value: object, accepted: Iterable[str]) -> None:
-    """Check that `value` is one of `accepted`; the error suggests the nearest."""
-    typed(name, value, Literal[*accepted])
 
 
 def integer(name: str, value: object, low: int, high: int = 2**63 - 1) -> None:

@@ -94,7 +94,7 @@ def test_a_batch_is_what_it_says(digits):
     assert len(batches) == 8
     for number, batch in enumerate(batches):
         assert batch.images.shape == (4, 3, 8, 8) and batch.images.dtype == torch.float32
-        assert batch.targets.dtype == torch.int64 and len(batch) == 4
+        assert batch.targets.dtype == torch.int64 and len(batch.targets) == 4
         assert np.array_equal(batch.targets, digits.train.labels[batch.indices])
         step, micro = divmod(number, 2)
         expected = sample_order(np.arange(8)[micro::2] + 8 * step, len(digits.train), 0)

@@ -182,7 +182,7 @@ class DataConfig:
     workers: checks.UpTo4096 = setting(0, "execution")
 
     def __post_init__(self) -> None:
-        checks.one_of("dataset", self.dataset, DATASETS)
+        checks.typed("dataset", self.dataset, Literal[*DATASETS])
         check(self)
         with wrap_errors(f"group_by is {self.group_by!r}, not a regular expression", re.error):
             re.compile(self.group_by or "")

@@ -57,9 +57,6 @@ class Batch:
     targets: torch.Tensor
     indices: Indices
 
-    def __len__(self) -> int:
-        return len(self.targets)
-
     def pin_memory(self) -> Batch:
         """The same batch in page-locked memory, for asynchronous copies to a GPU."""
         return replace(self, images=self.images.pin_memory(), targets=self.targets.pin_memory())

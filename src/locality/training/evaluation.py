@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -90,7 +90,7 @@ def evaluate_opened(
     """
     remedy = "`locality predict` converts images for models of 1 channel"
     check_rgb(opened.name, len(opened.preprocessing.mean), remedy)
-    checks.one_of("precision", precision, get_args(Precision))
+    checks.typed("precision", precision, Precision)
     checks.integer("batch_size", batch_size, 1)
     device = torch.device(devices.resolve_accelerator(accelerator))
     model: nn.Module
