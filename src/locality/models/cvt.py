@@ -287,9 +287,8 @@ class Stage(nn.Module):
         self.native_grid = grid
         window = (config.embed_kernel, config.embed_stride, config.embed_padding)
         self.embed = ConvolutionalEmbedding(in_chans, width, *window, config.embed_pool)
-        self.pos_embed = (
-            transformer.embedding(grid[0] * grid[1], width) if config.use_pos_embed else None
-        )
+        entries = grid[0] * grid[1]
+        self.pos_embed = transformer.embedding(entries, width) if config.use_pos_embed else None
         self.cls_token = transformer.embedding(1, width) if class_token else None
         act, drop = _ACTIVATIONS[model.activation], model.proj_drop_rate
         self.blocks = nn.ModuleList()
