@@ -21,7 +21,6 @@ from lightning_fabric import Fabric
 from lightning_fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning_fabric.strategies import DDPStrategy
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 
 from locality.errors import RunFailed, UserError
 from locality.training.config import EngineConfig
@@ -252,9 +251,6 @@ class Collectives:
 def _first_signal(counts: list[float]) -> int:
     return next((int(s) for s, count in zip(SIGNALS, counts, strict=True) if count), 0)
 
-
-MEETING = default_pg_timeout
-"""How long processes wait for each other."""
 
 _LOST = re.compile(r"gloo|nccl|connection (closed|reset)|broken pipe|timed out", re.I)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fabric import Fabric
+from torch.distributed.constants import default_pg_timeout
 
 from locality.checkpoints.run_state import CheckpointFolder, DamagedCheckpoint, read_checkpoint
 from locality.data.loader import translate_killed_worker
@@ -78,7 +79,7 @@ def train_job(
     """
     started = time.perf_counter() if started is None else started
     fabric = devices.create_fabric(job.config.engine)
-    waiting = f"waiting for all {fabric.world_size} processes, at most {devices.MEETING}"
+    waiting = f"waiting for all {fabric.world_size} processes, at most {default_pg_timeout}"
     with doing(waiting, quiet or fabric.world_size == 1, at_once=False):
         fabric.launch()
     atexit.register(devices.leave_group)
