@@ -283,6 +283,8 @@ for scale in ("photographs", "digits", "fashion", "fashion14"):
             f"C.end.str[{n}] - C.start.str[{n}]",
         )
         known["R"] = arm(factor=10.0**n)
+        if scale == "fashion":  # planned with the scale's few seeds
+            known["R"] = known["R"].loc[:2]
         put(
             f"With the rate of v_pos and λ ×{10**n}, do gates fall?",
             "(R.gates0 - R.gates1).map(np.mean)",
