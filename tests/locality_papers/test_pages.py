@@ -80,8 +80,9 @@ CLAIMS = {
     "Masking position costs far more than masking content": [
         ("photographs", "no", "Does masking content cost more than masking position"),
     ],
-    "on digits they fall where each image's patches are shuffled in an order of its own": [
-        ("digits", "yes", "Patches each in its own order: do gates fall?")
+    "they fall where each image's patches are shuffled in an order of its own": [
+        ("photographs", "yes", "Patches each in its own order: do gates fall?"),
+        ("digits", "yes", "Patches each in its own order: do gates fall?"),
     ],
     "On digits, too, gates rise, and masking content in the gated layers costs next to": [
         ("digits", "no", FALL),
@@ -99,6 +100,10 @@ CLAIMS = {
         ("fashion", "no", FALL),
         ("fashion", "no", "Does ConViT's gated layer [12] leave locality"),
         ("fashion", "yes", "Does ConViT's gated layer 3 leave locality"),
+    ],
+    "Photographs behave alike, but there gates fall in one order for all, too": [
+        ("photographs", "yes", "Are gates lower with patches"),
+        ("photographs", "yes", "Patches in one order for all: do gates fall?"),
     ],
     "the more images are shuffled, the lower": [("digits", "yes", "Are gates lower with patches")],
     "above DeiT with every share of photographs, digits and clothes": [
