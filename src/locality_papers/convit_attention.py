@@ -61,6 +61,7 @@ def figure_5(t: Experiment, s: Scale) -> None:
         t.run(role, "trajectory", TRAJECTORY, role)
     rows = {s.called(role): (role, "trajectory") for role in ("DeiT-S", "ConViT-S")}
     t.panels = [partial(_nonlocality, rows)]
+    lower = {_climbs(n) for n in range(depth // 2)}
     for text, role, measure in (
         ("Does DeiT become more local early in training?", "DeiT-S",
          trajectory("early drop", lambda of: fmean(of.early_drop))),
@@ -78,7 +79,7 @@ def figure_5(t: Experiment, s: Scale) -> None:
          "ConViT-S", trajectory("growth at the ends", lambda of: (
              (of.growth[0] + of.growth[gated - 1]) / 2 - fmean(of.growth[1 : gated - 1])))),
     ):  # fmt: skip
-        says = "no" if text in map(_climbs, range(depth // 2)) else "yes"
+        says = "no" if text in lower else "yes"
         t.ask(text, t.run(role, measure.name, measure, role), unit="tokens", says=says)
     end = at_end("end", lambda of: fmean(of.nonlocality[:gated, -1]))
     ends = [t.run(role, "end", end, role) for role in ("DeiT-S", "ConViT-S")]

@@ -89,6 +89,11 @@ def _by_question(found: Iterable[Answer]) -> dict[tuple[str, str], dict[str, Ans
     return grouped
 
 
+def _most_telling(at: Mapping[str, Answer]) -> Answer:
+    """Of a question's answers by scale, one with the paper's effect, if any has it."""
+    return max(at.values(), key=lambda of: of["paper"] is not None)
+
+
 def _add_recipes(found: Iterable[Answer], path: Path) -> None:
     """Add the effects of superseded runs, by earlier recipes on the same images, to answers."""
     effects: dict[tuple[str, str], list[str]] = {}
@@ -123,7 +128,7 @@ def findings(
     sections: dict[str, list[Any]] = {"ConViT": [], "CvT": []}
     counted: dict[str, Counter[str]] = {}
     for (name, _), at in asked.items():
-        question = max(at.values(), key=lambda of: of["paper"] is not None)
+        question = _most_telling(at)
         if question["where"] and question["n"] is None and len(at) == 1:
             counted.setdefault(name, Counter())[question["answer"]] += 1
         elif question["where"]:
@@ -200,8 +205,7 @@ def headlines(found: Iterable[Answer]) -> str:
     for question, at in rows.items():
         if at:
             cells = [said(at[scale], brief=True) if scale in at else "" for scale in scales]
-            given = max(at.values(), key=lambda of: of["paper"] is not None)
-            lines.append([question, papers(given), *cells])
+            lines.append([question, papers(_most_telling(at)), *cells])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

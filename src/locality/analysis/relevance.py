@@ -13,8 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from locality.analysis import taps
-from locality.analysis.taps import LayerView, attention_layers, capture, eval_mode
+from locality.analysis.taps import (
+    LayerView,
+    attention_layers,
+    capture,
+    eval_mode,
+    head_off,
+    output_projection,
+)
 from locality.errors import UserError
 
 
@@ -61,7 +67,7 @@ def relevance(model: nn.Module, images: Tensor, classes: Tensor | None = None) -
         stack.enter_context(eval_mode(model))
         stack.enter_context(torch.enable_grad())
         for name, module in attention_layers(model):
-            projection = taps.output_projection(name, module)
+            projection = output_projection(name, module)
             stack.enter_context(projection.register_forward_pre_hook(keep(name)))
         views = stack.enter_context(capture(model))
         logits = model(images.detach().requires_grad_())
@@ -125,7 +131,7 @@ def head_costs(
         for layer, (_, module) in enumerate(attention_layers(model)):
             costs.append([])
             for head in range(module.num_heads):
-                with taps.head_off(model, layer, head):
+                with head_off(model, layer, head):
                     costs[-1].append(whole - accuracy())
     return costs
 

@@ -190,8 +190,9 @@ def _timm_maps(
         heads = projected.unflatten(2, (2 if gated else 3, module.num_heads, -1))
         q, k, *rest = heads.permute(2, 0, 3, 1, 4)
         if gated:
-            rest = [module.v(args[0]).unflatten(2, (module.num_heads, -1)).transpose(1, 2)]
-        (v,) = rest
+            v = module.v(args[0]).unflatten(2, (module.num_heads, -1)).transpose(1, 2)
+        else:
+            (v,) = rest
     content = (q @ k.transpose(-2, -1) * module.scale).softmax(dim=-1)
     q = q * module.scale
     prefix = prefix_length(q.shape[2], grid)

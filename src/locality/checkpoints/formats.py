@@ -27,8 +27,13 @@ import torch
 from torch import Tensor
 
 from locality import checks
-from locality.checkpoints import native
-from locality.checkpoints.native import Checkpoint, State, check_keys, meta_state_dict
+from locality.checkpoints.native import (
+    Checkpoint,
+    State,
+    check_keys,
+    meta_state_dict,
+    several_entries,
+)
 from locality.checkpoints.registry import FORMAT
 from locality.data.config import Preprocessing
 from locality.errors import UserError, prefix_errors, some
@@ -266,7 +271,7 @@ def recognise(state: State, config: Any) -> tuple[KeyMap, dict[str, Tensor]]:
     # The names of one model may end like those of another: the shortest prefix is the model's.
     prefixes = [one for one in owners if not any(one.startswith(o) for o in owners if o != one)]
     if len(prefixes) > 1:
-        raise native.several_entries("these weights", sorted(one.rstrip(".") for one in prefixes))
+        raise several_entries("these weights", sorted(prefix.rstrip(".") for prefix in prefixes))
     if not prefixes:
         raise UserError(
             f"these weights are of no known format, whose first layers are {', '.join(stems)}; "
