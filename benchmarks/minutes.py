@@ -1,16 +1,18 @@
 """`locality train FOLDER` beside a small CNN in a plain loop that looks at the clock.
 
-    python benchmarks/minutes.py photos/train photos/test --minutes 3 --seeds 0 1 2
+    python benchmarks/minutes.py photos/train photos/test --minutes 3 --seeds 0 1 2 --weights RUN
 
 Both folders have one folder of images per class. The programs train in turn for the same minutes,
 so that they meet about the same load; accuracy is that on the second folder. The CNN is timm's
 `test_resnet` (0.37 M parameters) on one thread: AdamW, images cropped, flipped and recoloured, a
-cosine over the time. It trains on all images of the first folder, `locality train` on nine tenths.
+cosine over the time. It trains on all images of the first folder, `locality train` on nine tenths,
+from the weights of the package and then `--from` each of `--weights`. Prints a table as CSV.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import math
 import os
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -90,12 +93,15 @@ def cnn(train: Path, test: Path, minutes: float, seed: int) -> tuple[float, int]
     return 100 * (found == answers).float().mean().item(), step
 
 
-def locality(train: Path, test: Path, minutes: float, seed: int) -> tuple[float, int]:
-    """As `cnn`, of the command line."""
+def locality(
+    train: Path, test: Path, minutes: float, seed: int, weights: str = ""
+) -> tuple[float, int]:
+    """As `cnn`, of the command line, from `weights` or else from those of the package."""
     with tempfile.TemporaryDirectory() as folder:
         run, command = f"{folder}/run", [sys.executable, "-m", "locality"]
-        length = ["--minutes", f"{minutes:g}", "--seed", str(seed)]
-        subprocess.run([*command, "train", train, *length, "--output", run, "--quiet"], check=True)
+        given = ["--minutes", f"{minutes:g}", "--seed", str(seed), "--threads", "1"]
+        given += ["--from", weights] * bool(weights)
+        subprocess.run([*command, "train", train, *given, "--output", run, "--quiet"], check=True)
         evaluated = subprocess.check_output([*command, "eval", run, test, "--json"])
         steps = json.loads(Path(run, "result.json").read_text())["steps"]
     return json.loads(evaluated)["top1"], steps
@@ -107,16 +113,22 @@ def main() -> None:
     parser.add_argument("test", type=Path)
     parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--weights", nargs="*", default=[])
     options = parser.parse_args()
+    programs = {"locality": locality, "cnn": cnn} | {
+        f"locality --from {Path(weights).name}": partial(locality, weights=weights)
+        for weights in options.weights
+    }
+    table = csv.writer(sys.stdout)
+    table.writerow(["images", "program", "seed", "top1", "steps", "seconds", "load"])
     for seed in options.seeds:
-        for program in (locality, cnn):
+        for name, program in programs.items():
             load, started = os.getloadavg()[0], time.perf_counter()
             top1, steps = program(options.train, options.test, options.minutes, seed)
-            print(
-                f"{program.__name__:8}  seed {seed}  top-1 {top1:.1f}%  {steps} steps  "
-                f"{time.perf_counter() - started:.0f} s  load {load:.1f}",
-                flush=True,
-            )
+            seconds = time.perf_counter() - started
+            row = [options.train, name, seed, f"{top1:.1f}", steps, f"{seconds:.0f}", f"{load:.1f}"]
+            table.writerow(row)
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":
