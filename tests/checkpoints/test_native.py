@@ -65,6 +65,12 @@ def test_a_timm_model_is_saved_with_another_classifier_but_the_same_pooling(tmp_
     assert torch.equal(load(tmp_path / "saved").eval()(images), model(images))
 
 
+def test_timms_convolutions_are_as_fast_loaded_as_built(tmp_path):
+    model = build("timm/test_resnet", num_classes=2)
+    loaded = load(save(model, tmp_path)).state_dict()
+    assert all(loaded[name].stride() == was.stride() for name, was in model.state_dict().items())
+
+
 def test_another_image_size_is_also_that_of_the_preprocessing(tmp_path):
     model = build("cvt_nano")
     save(model, tmp_path / "saved", preprocessing=Preprocessing(8, (0.5,) * 3, (0.5,) * 3))

@@ -205,6 +205,13 @@ ProblemType = Literal["single_label_classification", "multi_label_classification
 """What a head's numbers mean, in transformers' words."""
 
 
+def _as_built(tensor: Tensor, expected: Tensor) -> Tensor:
+    """The tensor in the dtype and the memory format (timm's: channels-last) of the built model."""
+    if (tensor.dtype, tensor.stride()) == (expected.dtype, expected.stride()):
+        return tensor
+    return torch.empty_like(expected, device="cpu").copy_(tensor)
+
+
 def class_map(model: Any, outputs: int, names: Sequence[str]) -> tuple[str, ...]:
     """The names of a model's outputs, in order.
 
@@ -311,7 +318,7 @@ class Checkpoint:
             model: Any = build(self.config)
         expected = model.state_dict()
         # Assigning the tensors avoids an initialisation, and leaves the random generator alone.
-        state = {name: tensor.to(expected[name].dtype) for name, tensor in self.state.items()}
+        state = {name: _as_built(tensor, expected[name]) for name, tensor in self.state.items()}
         model.load_state_dict(state, strict=True, assign=True)
         if any(buffer.is_meta for buffer in model.buffers()):  # tables of timm's, in no file
             with torch.random.fork_rng(devices=[]):
