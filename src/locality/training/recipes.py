@@ -265,7 +265,7 @@ def photos(model: str = "cvt_photo", img_size: ImageSize | None = None) -> RunCo
     )
 
 
-def photo_weights(model: str = "cvt_photo_plus") -> RunConfig:
+def photo_weights(model: str = "cvt_photo_plus", img_size: ImageSize | None = 64) -> RunConfig:
     """Weights that know photographs: Tiny ImageNet's 100,000 of 64 pixels, from scratch.
 
     The settings of `photos` for small images, with batches of 128.
@@ -275,7 +275,7 @@ def photo_weights(model: str = "cvt_photo_plus") -> RunConfig:
     Expect: 49.1% of 200 classes for `cvt_photo_plus` (one run).
     """
     return _as(
-        photos(model),
+        photos(model, img_size),
         "photo_weights",
         data={"dataset": "tiny_imagenet"},
         schedule={"steps": 7000, "warmup": 200, "eval_every": 1000, "save_every": 500},
