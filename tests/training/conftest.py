@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from locality.checkpoints.run_state import load_best_state
 from locality.errors import Interrupted
@@ -135,9 +136,11 @@ def evaluations(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def arrange(*expected: tuple[float, float]) -> None:
         numbers = iter(expected)
 
-        def evaluate(*_: object, on_batch: Any, **__: object) -> dict[str, float]:
+        def evaluate(_: object, loader: Any, *__: object, on_batch: Any, **___: object) -> Any:
             top1, loss = next(numbers)
-            on_batch.table += 1  # class 0, of every image
+            for batch in loader:
+                wrong = torch.from_numpy(batch.indices) >= round(top1 * len(on_batch.table) / 100)
+                on_batch(batch, nn.functional.one_hot((batch.targets + wrong) % 10, 10).float())
             return {"top1": top1, "top5": 100.0, "loss": loss, "n": 10}
 
         monkeypatch.setattr("locality.training.loop.evaluate", evaluate)

@@ -312,9 +312,12 @@ class Loop:
         if not state.step:
             self._begun = time.perf_counter()  # the probe is no step
         self.recorder.log_evaluation(row, found["n"], self._evaluation)
-        if self.config.objective.class_weights:  # of the choice, no column of metrics.csv
+        weighted = self.config.objective.class_weights
+        if weighted or self.plan.probes:  # for the choice of the weights, no columns of metrics.csv
             predictions = collector.predictions(self.splits.val, self.splits.classes)
-            row["balanced_accuracy"] = predictions.macro["balanced_accuracy"]
+            row["correct"] = (predictions.predicted == predictions.labels).tolist()
+            if weighted:
+                row["balanced_accuracy"] = predictions.macro["balanced_accuracy"]
         if not self.plan.keeps_best:
             self.recorder.write_predictions(collector)
         elif not state.best or self._is_kept(row):
@@ -323,9 +326,21 @@ class Loop:
             self.recorder.write_predictions(collector)
 
     def _is_kept(self, row: dict[str, Any]) -> bool:
-        """Whether an evaluation's weights replace the best so far; without patience, the last."""
-        due = self.plan.patience is not None or row["step"] == self.plan.steps
-        return due and _selection_key(row) > _selection_key(self.state.best)
+        """Whether an evaluation's weights replace the best so far.
+
+        Without patience, the last replace the probe's unless they are worse by more than the
+        standard error of the difference, paired by image: few validation images seldom tell
+        the two apart, and of those a probe may have all.
+        """
+        best = self.state.best
+        if self.plan.patience is not None:
+            return _selection_key(row) > _selection_key(best)
+        if row["step"] < self.plan.steps:
+            return False
+        if self.config.objective.class_weights:
+            return row["balanced_accuracy"] >= best["balanced_accuracy"]
+        changes = [now - was for now, was in zip(row["correct"], best["correct"], strict=True)]
+        return sum(changes) >= -math.sqrt(sum(map(abs, changes)))
 
     def _raise_if_signalled(self) -> None:
         if signum := self.collectives.any_signal():
