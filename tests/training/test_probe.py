@@ -151,8 +151,8 @@ def test_the_first_image_may_be_damaged(class_folders, tmp_path, cli):
 @pytest.mark.parametrize(
     ("found", "patience", "kept"),
     [
-        (((100, 1.0), (99.5, 1.1)), None, 4),  # one of 200 images less, and a larger loss
-        (((100, 1.0), (99, 0.5)), None, 0),  # two: the standard error is the root of two
+        (((100, 1.0), (99, 1.1)), None, 4),  # one of 100 images less, and a larger loss
+        (((100, 1.0), (98, 0.5)), None, 0),  # two: the standard error is the root of two
         (((80, 1.0), (90, 2.0)), None, 4),
         (((80, 1.0), (80, 0.9)), 5, 4),
         (((80, 1.0), (80, 1.1)), 5, 0),
