@@ -312,25 +312,26 @@ class Loop:
         if not state.step:
             self._begun = time.perf_counter()  # the probe is no step
         self.recorder.log_evaluation(row, found["n"], self._evaluation)
-        weighted = self.config.objective.class_weights
-        if weighted or self.plan.probes:  # for the choice of the weights, no columns of metrics.csv
-            predictions = collector.predictions(self.splits.val, self.splits.classes)
-            row["correct"] = (predictions.predicted == predictions.labels).tolist()
-            if weighted:
-                row["balanced_accuracy"] = predictions.macro["balanced_accuracy"]
+        predictions = collector.predictions(self.splits.val, self.splits.classes)
+        # For the choice of the weights, no columns of metrics.csv.
+        if self.config.objective.class_weights:
+            row["balanced_accuracy"] = predictions.macro["balanced_accuracy"]
+        elif self.plan.probes:
+            row["right"] = predictions.right.tolist()
         if not self.plan.keeps_best:
-            self.recorder.write_predictions(collector)
+            self.recorder.write_predictions(predictions)
         elif not state.best or self._is_kept(row):
             state.best = row
             self.recorder.keep_best()
-            self.recorder.write_predictions(collector)
+            self.recorder.write_predictions(predictions)
 
     def _is_kept(self, row: dict[str, Any]) -> bool:
         """Whether an evaluation's weights replace the best so far.
 
         Without patience, the last replace the probe's unless they are worse by more than the
         standard error of the difference, paired by image: few validation images seldom tell
-        the two apart, and of those a probe may have all.
+        the two apart, and of those a probe may have all. With class weights, unless the mean
+        accuracy of the classes is lower.
         """
         best = self.state.best
         if self.plan.patience is not None:
@@ -339,7 +340,7 @@ class Loop:
             return False
         if self.config.objective.class_weights:
             return row["balanced_accuracy"] >= best["balanced_accuracy"]
-        changes = [now - was for now, was in zip(row["correct"], best["correct"], strict=True)]
+        changes = [now - was for now, was in zip(row["right"], best["right"], strict=True)]
         return sum(changes) >= -math.sqrt(sum(map(abs, changes)))
 
     def _raise_if_signalled(self) -> None:

@@ -19,10 +19,10 @@ from locality.checkpoints.run_state import CheckpointFolder
 from locality.errors import printable
 from locality.files import atomic_file, csv_text, naming, number, read_rows, write_atomic
 from locality.models import ImageClassifier
+from locality.predictions import Predictions
 from locality.progress import SECONDS, format_duration, repeating
 from locality.runs import Run
 from locality.settings import to_yaml
-from locality.training.evaluation import PredictionCollector
 from locality.training.job import Job
 from locality.training.optim import UNDECIDED
 from locality.training.state import TrainState
@@ -213,10 +213,9 @@ class Recorder:
         """Say in progress lines that an evaluation on `images` images has begun."""
         self._activity = f"evaluating on {images:,} images"
 
-    def write_predictions(self, collector: PredictionCollector) -> None:
+    def write_predictions(self, predictions: Predictions) -> None:
         """Write predictions.csv."""
-        file, splits = self._folder.predictions_file, self._job.splits
-        collector.predictions(splits.val, splits.classes).write(file)
+        predictions.write(self._folder.predictions_file)
 
     def save(self, checkpoint: Mapping[str, Any]) -> None:
         """Save a checkpoint in the background, and skipped.csv if images were skipped.
