@@ -25,6 +25,7 @@ from locality.settings import replace
 from locality.training import RunConfig, initial_model, load_run
 from locality.training.autofit import probed_sizes
 from locality.training.job import Job
+from locality.training.optim import Plan
 from locality.training.probe import _folds, extract, fit_probe, probe_run
 from locality.training.recipes import recipe
 from locality.transformers import from_locality
@@ -149,18 +150,22 @@ def test_the_first_image_may_be_damaged(class_folders, tmp_path, cli):
 
 
 @pytest.mark.parametrize(
-    ("found", "patience", "kept"),
+    ("found", "patience", "passes", "kept"),
     [
-        (((100, 1.0), (99, 1.1)), None, 4),  # one of 100 images less, and a larger loss
-        (((100, 1.0), (98, 0.5)), None, 0),  # two: the standard error is the root of two
-        (((80, 1.0), (90, 2.0)), None, 4),
-        (((80, 1.0), (80, 0.9)), 5, 4),
-        (((80, 1.0), (80, 1.1)), 5, 0),
-        (((80, 1.0), (70, 0.5)), 5, 0),
+        (((100, 1.0), (99, 1.1)), None, 20, 4),  # one of 100 images less, and a larger loss
+        (((100, 1.0), (98, 0.5)), None, 20, 0),  # two: the standard error is the root of two
+        (((100, 1.0), (100, 0.5)), None, 19, 0),  # not better
+        (((80, 1.0), (90, 2.0)), None, 1, 4),
+        (((80, 1.0), (80, 0.9)), 5, 20, 4),
+        (((80, 1.0), (80, 1.1)), 5, 20, 0),
+        (((80, 1.0), (70, 0.5)), 5, 20, 0),
     ],
 )
-def test_the_probe_stays_if_fine_tuning_is_worse(found, patience, kept, tmp_path, evaluations):
+def test_the_probe_stays_if_fine_tuning_is_worse(
+    found, patience, passes, kept, tmp_path, evaluations, monkeypatch
+):
     evaluations(*found)
+    monkeypatch.setattr(Plan, "epoch", lambda *_: passes)
     config = probing(schedule__steps=4, schedule__eval_every=9, schedule__patience=patience)
     result = train(config, tmp_path)
     assert (result["top1"], result["best_step"]) == (found[kept > 0][0], kept)

@@ -33,6 +33,8 @@ from locality.training.state import Components, TrainState
 _DECAY, _ENDING = 2 / 3, 0.08
 # Between checkpoints of a run of minutes, whose evaluations become rare.
 _SAVE_SECONDS = 60.0
+# Passes over the images after which fine-tuned weights have left their classifier's first fit.
+_MANY_PASSES = 20
 
 
 def seed_pass(seed: int, rank: int, step: int, micro: int, device: torch.device) -> None:
@@ -328,10 +330,10 @@ class Loop:
     def _is_kept(self, row: dict[str, Any]) -> bool:
         """Whether an evaluation's weights replace the best so far.
 
-        Without patience, the last replace the probe's unless they are worse by more than the
-        standard error of the difference, paired by image: few validation images seldom tell
-        the two apart, and of those a probe may have all. With class weights, unless the mean
-        accuracy of the classes is lower.
+        Without patience, the last replace the probe's if they are better or, after many passes
+        over the images, unless they are worse by more than the standard error of the difference,
+        paired by image: few validation images seldom tell the two apart, and of those a probe may
+        have all. With class weights, unless the mean accuracy of the classes is lower.
         """
         best = self.state.best
         if self.plan.patience is not None:
@@ -341,7 +343,8 @@ class Loop:
         if self.config.objective.class_weights:
             return row["balanced_accuracy"] >= best["balanced_accuracy"]
         changes = [now - was for now, was in zip(row["right"], best["right"], strict=True)]
-        return sum(changes) >= -math.sqrt(sum(map(abs, changes)))
+        few = row["epoch"] < _MANY_PASSES
+        return sum(changes) > 0 if few else sum(changes) >= -math.sqrt(sum(map(abs, changes)))
 
     def _raise_if_signalled(self) -> None:
         if signum := self.collectives.any_signal():
