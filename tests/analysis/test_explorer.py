@@ -241,6 +241,10 @@ def test_bad_input(subjects, images, tmp_path):
     torch.nn.init.constant_(broken.blocks[0].attn.qkv.weight, math.inf)
     with pytest.raises(UserError, match="broken"):
         write_explorer([Classifier.of(broken, "broken", SMALL)], images, output)
+    other = build("convit_nano")
+    other.blocks[1].attn.mix = lambda q, k, v, grid, part=None: v
+    with pytest.raises(UserError, match=r"blocks\.1\.attn .* computes another attention"):
+        write_explorer([Classifier.of(other, "other", SMALL)], images, output)
     graph = Classifier("graph.onnx", lambda batch: batch, SMALL)
     with pytest.raises(UserError, match=r"graph\.onnx"):
         write_explorer([graph], images, output)

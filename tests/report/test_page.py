@@ -1,6 +1,7 @@
 """The report: one file with the runs' numbers, and no unsupported claims."""
 
 import csv
+import gzip
 import json
 import shutil
 import xml.etree.ElementTree
@@ -67,6 +68,19 @@ def test_the_baseline_may_win_or_nothing_be_decided(make_run_in, tmp_path):
             for seed, top1 in enumerate(found)
         ]
         assert said in build_report(runs, tmp_path / "r.html").read_text()
+
+
+def test_runs_on_other_folders_with_the_same_classes_are_not_one_group(make_run, tmp_path):
+    runs = []
+    for seed, (root, size) in enumerate({"here": 5, "there": 5, "others": 6}.items()):
+        settings = {"data.dataset": "folder", "data.root": root}
+        runs.append(make_run(seed=seed, folder=root, settings=settings, measured=False))
+        (runs[-1] / "images.gz").write_bytes(
+            gzip.compress(f"{size}\tab12\t'val/a/1.png'\n".encode())
+        )
+    build_report(runs[:2], tmp_path / "r.html")  # moved
+    with pytest.raises(UserError, match="no image of equal name and size"):
+        build_report(runs, tmp_path / "r.html")
 
 
 def test_the_same_images_and_steps_are_claimed_only_where_they_were_the_same(

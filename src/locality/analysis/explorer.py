@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from locality.analysis.measures import measure_model, nonlocality_unit, positional_vectors
 from locality.analysis.pictures import DECADES
-from locality.analysis.taps import LayerView, capture, eval_mode
+from locality.analysis.taps import LayerView, capture, eval_mode, mixed_attention
 from locality.checkpoints import Classifier
 from locality.data.config import Preprocessing
 from locality.data.decoding import to_rgb
@@ -247,6 +247,7 @@ def _pack(
     parts: list[bytes] = []
 
     def add(view: LayerView) -> None:
+        _check_formula(view)
         v_pos = positional_vectors(view.module)
         layers[view.name].update(
             prefix=view.maps.prefix_tokens,
@@ -260,6 +261,18 @@ def _pack(
     with eval_mode(model), capture(model, on_layer=add):
         logits = model(image)
     return b"".join(parts), logits
+
+
+def _check_formula(view: LayerView) -> None:
+    """Check that a layer's attention is what the page computes from the same numbers."""
+    maps = view.maps
+    computed = mixed_attention(maps.query, maps.key, maps.position, maps.gate)
+    if not torch.allclose(computed, maps.mixed, rtol=1e-3, atol=1e-4, equal_nan=True):
+        raise UserError(
+            f"{view.name} ({type(view.module).__name__}) computes another attention than the "
+            f"explorer, which has softmax(QKᵀ/√d) and ConViT's Eq. 4 and 7; `explore --maps` "
+            f"writes the layer's own"
+        )
 
 
 def half_precision(numbers: Tensor, what: str) -> bytes:
@@ -346,8 +359,8 @@ def _describe(subject: Classifier) -> tuple[dict[str, Any], bytes]:
         config.gpsa_layers and config.positional_attention not in ("gpsa", "psa")
     ):
         raise UserError(
-            f"{subject.name} cannot run in a live page, which supports DeiT and ConViT; without "
-            f"--live, the explorer shows every model, on given images"
+            f"{subject.name} cannot run in a live page, which computes this library's DeiT and "
+            f"ConViT; without --live, the explorer shows every model, on given images"
         )
     if not config.num_classes or not config.global_pool:
         raise UserError(f"{subject.name} has no classifier; the live page needs one")

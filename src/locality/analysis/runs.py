@@ -9,12 +9,13 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 from locality.analysis.baselines import below, read_baselines
 from locality.analysis.statistics import Estimate, estimate, paired_difference
+from locality.data.sources import recorded_files
 from locality.errors import UserError, some
 from locality.models.variants import FAMILY_NAMES, VARIANTS
 from locality.runs import Run, run_folders
@@ -133,17 +134,25 @@ def group(runs: Sequence[Run]) -> list[RunGroup]:
 def check_same_images(runs: Iterable[Run]) -> None:
     """Check that finished runs are on the same built-in dataset, or on images of the same classes.
 
+    Images of one's own may lie elsewhere, but two runs need some of equal name and size.
+
     Raises:
         UserError: naming a run on each of the datasets.
     """
-    by_images = {
-        ("" if run.custom else run.dataset, *run.classes()): run for run in runs if run.is_finished
-    }
+    finished = [run for run in runs if run.is_finished]
+    by_images = {("" if run.custom else run.dataset, *run.classes()): run for run in finished}
     if len(by_images) > 1:
         listed = [
             f"{run.path} is on {run.dataset} ({some(run.classes())})" for run in by_images.values()
         ]
         raise UserError(f"give runs on the same images: {', '.join(listed)}")
+    files = [(run, recorded_files(run.images_file)) for run in finished if run.custom]
+    for (first, here), (other, there) in pairwise(files):
+        if here and there and here.isdisjoint(there):
+            raise UserError(
+                f"give runs on the same images: {first.path} and {other.path} have the same "
+                f"classes, but no image of equal name and size"
+            )
 
 
 def baselines_at(groups: Sequence[RunGroup], fraction: float) -> dict[str, Estimate]:

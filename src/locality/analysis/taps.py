@@ -193,7 +193,6 @@ def _timm_maps(
             v = module.v(args[0]).unflatten(2, (module.num_heads, -1)).transpose(1, 2)
         else:
             (v,) = rest
-    content = (q @ k.transpose(-2, -1) * module.scale).softmax(dim=-1)
     q = q * module.scale
     prefix = prefix_length(q.shape[2], grid)
     if prefix < 0:
@@ -202,14 +201,34 @@ def _timm_maps(
             f"patches; where patch dropout removes them, call model.eval()"
         )
     if not isinstance(module, GPSA):
-        return AttentionMaps(content, content, None, None, grid, grid, prefix, q, k, v)
+        mixed = content = mixed_attention(q, k)
+        return AttentionMaps(mixed, content, None, None, grid, grid, prefix, q, k, v)
     # timm's bias is the same for every key, so the softmax cancels it.
     v_pos = positional_vectors(module)
     assert v_pos is not None
     position = positional_attention(v_pos, grid)
-    gate = module.gating_param.sigmoid()[:, None, None]
-    mixed = (1 - gate) * content + gate * position
-    return AttentionMaps(mixed, content, position, gate.flatten(), grid, grid, prefix, q, k, v)
+    gate = module.gating_param.sigmoid()
+    content, mixed = mixed_attention(q, k), mixed_attention(q, k, position, gate)
+    return AttentionMaps(mixed, content, position, gate, grid, grid, prefix, q, k, v)
+
+
+def mixed_attention(
+    q: Tensor, k: Tensor, position: Tensor | None = None, gate: Tensor | None = None
+) -> Tensor:
+    """softmax(QKᵀ), Eq. 4 with a position, or Eq. 7 with a gate too, (B, h, N, N).
+
+    Args:
+        q: queries, scaled.
+        k: keys.
+        position, gate: positional attention, (h, N, N), and gates, (h,).
+    """
+    content = (q @ k.transpose(-2, -1)).softmax(dim=-1)
+    if position is None:
+        return content
+    if gate is None:  # a softmax of sums is the product of softmaxes, normalised
+        joint = content * position
+        return joint / joint.sum(dim=-1, keepdim=True)
+    return torch.lerp(content, position, gate[:, None, None])
 
 
 class _Found(Exception):

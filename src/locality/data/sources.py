@@ -481,6 +481,12 @@ def _content(path: str) -> str:
         return "-"
 
 
+def recorded_files(table: Path) -> set[tuple[str, str]]:
+    """Name, without its split, and size of the files in a run's record of images, if any."""
+    read = _read_table(table) if table.exists() else {}
+    return {(name.partition("/")[2], stamp.partition("\t")[0]) for name, stamp in read.items()}
+
+
 def _read_table(path: Path) -> dict[str, str]:
     with wrap_errors(f"{path} is not a record of images", OSError, ValueError):
         return _parse_table(gunzip(path, "record of images", _MAX_TABLE_BYTES))
