@@ -104,7 +104,7 @@ class KeyMap:
             if not met:
                 raise UserError(
                     f"{self.title} code requires {requirement}, which this model does not have; "
-                    f"use the format 'locality', or --set it to write the weights anyway"
+                    f"use the format 'locality', or, if no weight depends on it, --set it"
                 )
         return self._written(state, config)
 

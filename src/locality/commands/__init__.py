@@ -66,6 +66,7 @@ class Parser(argparse.ArgumentParser):
         self._values: dict[str, Any] = {}
         self._types: dict[str, Any] = {}
         self._settings: set[str] = set()
+        self.model = ""  # whose settings begin with --model.
         self.given: dict[str, Any] = {}
         self.settings: dict[str, Any] = {}
 
@@ -196,7 +197,8 @@ class Parser(argparse.ArgumentParser):
         name = word.lstrip("-").partition("=")[0]
         found = " or ".join(f"--{each}" for each in near(name, self._texts, self._texts))
         hint = f"did you mean {found}?" if found else f"see {self.prog} --help"
-        return UserError(f"unknown option '--{name}'; {hint}")
+        of = f" of {self.model}" if self.model and name.startswith("model.") else ""
+        return UserError(f"unknown option '--{name}'{of}; {hint}")
 
 
 def _shown(hint: Any) -> str:

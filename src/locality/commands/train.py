@@ -194,6 +194,7 @@ def add_run_settings(parser: Parser, config: RunConfig, arguments: Sequence[str]
     if model := peek(arguments, "--model", "--model.name"):
         config = replace(config, {"model.name": model})
     parser.add_settings(config, skip={"recipe"}, short=SHORT)
+    parser.model = config.model.name
     if config.model.name.startswith(PREFIX):  # other arguments are timm's
         for flag in {word.partition("=")[0] for word in arguments if word.startswith("--model.")}:
             parser.add_setting(flag)

@@ -26,8 +26,8 @@ class DatasetInfo:
     """What is known of a dataset without its files; `locality.data.datasets` opens it.
 
     Attributes:
-        images: numbers of training images, validation images and classes, for plans; its classes
-            keep their order. None of images of one's own, whose classes are sorted.
+        images: numbers of training images, validation images and classes, for plans; None if
+            they are known once it is opened.
         needs_root: whether a folder has to be given.
         title: its name in messages.
         content: what torchvision's reader expects in the folder, if that reads it.
