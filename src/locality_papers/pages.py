@@ -20,8 +20,8 @@ from locality_papers.answers import Answer, answers, write_answers
 from locality_papers.experiment import Results, built
 from locality_papers.reproduce import names, write_picture
 from locality_papers.runs import get_scale
-from locality_papers.table import NOT_RUN, Recorded, read_lines
-from locality_papers.text import Part, page, papers, rendered, said, signed
+from locality_papers.table import NOT_RUN, Recorded
+from locality_papers.text import Part, page, papers, rendered, said
 
 SHOWN = {
     "photographs": "photographs",
@@ -50,7 +50,6 @@ def write_all(root: Path) -> None:
             if of.experiment.runs or scale == "digits":
                 every.setdefault(name, {})[scale] = of
     found = answers(of for by_scale in every.values() for of in by_scale.values())
-    _add_recipes(found, root / "results" / "superseded.jsonl.gz")
     write_answers(root / "results" / "answers.csv", found)
     pages: dict[str, dict[str, str | None]] = {}
     for name, by_scale in every.items():
@@ -92,24 +91,6 @@ def _by_question(found: Iterable[Answer]) -> dict[tuple[str, str], dict[str, Ans
 def _most_telling(at: Mapping[str, Answer]) -> Answer:
     """Of a question's answers by scale, one with the paper's effect, if any has it."""
     return max(at.values(), key=lambda of: of["paper"] is not None)
-
-
-def _add_recipes(found: Iterable[Answer], path: Path) -> None:
-    """Add the effects of superseded runs, by earlier recipes on the same images, to answers."""
-    effects: dict[tuple[str, str], list[str]] = {}
-    for record in reversed(read_lines(path)):  # oldest first
-        images = record["scale"].partition("-")[0]
-        for claim in record["claims"] if record["name"].startswith("convit/table") else ():
-            means = [part["mean"] for part in claim["parts"]]
-            if means and (
-                words := re.fullmatch(r"(?:with (.+), )?(\S+) is (above \S+)", claim["text"])
-            ):
-                given, first, rest = words.groups()
-                text = f"With {given}, is {first} {rest}?" if given else f"Is {first} {rest}?"
-                effects.setdefault((text, images), []).append(signed(means[0], 1.0))
-    for answer in found:
-        known = effects.get((answer["question"], answer["scale"]), ())
-        answer["recipes"] = ", ".join(dict.fromkeys(known))
 
 
 def findings(

@@ -220,8 +220,6 @@ def said(answer: Answer, brief: bool = False) -> str:
     if answer["images"] == "unpaired" and not brief:
         alone = "" if answer["over_seeds"] is None else f" (over seeds ±{answer['over_seeds']:.2g})"
         texts.append(f"unpaired{alone}")
-    if answer["recipes"] and not brief:
-        texts.append(f"by earlier recipes {answer['recipes']}")
     return ", ".join(filter(None, [*texts, answer["protocol"] == LATER and LATER]))
 
 

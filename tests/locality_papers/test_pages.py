@@ -37,7 +37,7 @@ FALL = "Do gates of the (deeper|first) half fall"
 # Words of "Measured here" and of findings' first screen, and what they claim: data set, answer and
 # the questions that match.
 CLAIMS = {
-    "with 1 and 20%, too, the CNN is above all three, and CvT above DeiT": [
+    "With 1 and 20%, too, the CNN is above all three, and CvT above DeiT": [
         ("photographs", "no", "With .* (ConViT|DeiT|CvT) above the CNN"),
         ("photographs", "yes", "With .* is CvT-13 above DeiT-S"),
     ],
@@ -48,11 +48,11 @@ CLAIMS = {
     "gain is not seen to grow as images get fewer": [
         ("photographs", "cannot tell", "Is ConViT's relative gain larger with few images"),
     ],
-    "masking content costs 0.9 points, masking position 18.3: position does most": [
+    "masking content costs 0.9 points, masking position 18.3": [
         ("photographs", "yes", "Does masking content in the first gated layers cost accuracy"),
         ("photographs", "no", "Does masking content cost more than masking position"),
     ],
-    "fall in the first layer and rise in the last gated one; on digits and clothes, at the": [
+    "fall in the first gated layer and rise in the other two; on digits and clothes, at the": [
         ("fashion", "no", FALL),
         ("digits", "no", FALL),
         ("photographs", "yes", "Do gates of the first half fall"),
@@ -80,7 +80,7 @@ CLAIMS = {
     "Masking position costs far more than masking content": [
         ("photographs", "no", "Does masking content cost more than masking position"),
     ],
-    "they fall where each image's patches are shuffled in an order of its own": [
+    "They fall where each image's patches are shuffled in an order of its own": [
         ("photographs", "yes", "Patches each in its own order: do gates fall?"),
         ("digits", "yes", "Patches each in its own order: do gates fall?"),
     ],
@@ -101,7 +101,7 @@ CLAIMS = {
         ("fashion", "no", "Does ConViT's gated layer [12] leave locality"),
         ("fashion", "yes", "Does ConViT's gated layer 3 leave locality"),
     ],
-    "Photographs behave alike, but there gates fall in one order for all, too": [
+    "On photographs gates fall in both cases (almost as much in one order for all)": [
         ("photographs", "yes", "Are gates lower with patches"),
         ("photographs", "yes", "Patches in one order for all: do gates fall?"),
     ],

@@ -325,7 +325,7 @@ def _classifier(
     state |= {name: tensor for name, tensor in fresh.items() if name.startswith(prefixes)}
     if target.num_classes == 0:
         return [f"the classifier of {counted(count, 'class')} is not loaded"]
-    return [f"the classifier is new and untrained: {why}"]
+    return [f"the classifier is new: {why}"]
 
 
 def _channels(state: Weights, source: Any, target: Any, fresh: State) -> list[str]:

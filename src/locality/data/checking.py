@@ -25,10 +25,7 @@ MAX_COMPARED = 2_000
 """Up to so many training images are decoded and compared before a run that shrinks them."""
 _NEAR, _MOST_PAIRS = 3, 50_000_000
 
-_NO_FAULTS = (
-    "no faults: all images can be decoded, no class is empty, no image is in both splits or two "
-    "classes"
-)
+_NO_FAULTS = "no faults: all images can be decoded, no class is empty, no image is in {}two classes"
 
 
 @dataclass
@@ -100,7 +97,8 @@ class CheckReport:
                 text.append(f"  … and {len(items) - most:,} more")
         one = "a run needs at least two classes: a folder of images for each" * (self.classes == 1)
         text += [one, *self.advice]
-        text.append(_NO_FAULTS if self.ok else "this folder needs attention")
+        faultless = _NO_FAULTS.format("both splits or " if len(self.images) > 1 else "")
+        text.append(faultless if self.ok else "this folder needs attention")
         return [printable(line) for line in text if line]
 
 
