@@ -35,7 +35,7 @@ YES, NO, LESS, CANNOT_TELL = "yes", "no", "less", "cannot tell"
 COLUMNS = (
     *("question", "where", "experiment", "scale", "unit", "n", "planned", "effect", "low", "high"),
     *("threshold", "start", "over_seeds", "p", "images", "paper", "answer", "task"),
-    *("protocol", "recipes", "says"),
+    *("protocol", "says"),
 )
 LEAST_SEEDS = 3
 PLANNED, LATER = "planned", "asked later"
@@ -45,7 +45,7 @@ Answer = dict[str, Any]
 `threshold` that it is compared with, the effect before training (`start`), the half width of an
 unpaired interval `over_seeds` alone, the p-value of "it is at the threshold", how `images` count
 (see `Evaluated`), the paper's effect, why the `task` cannot show it, whether the `protocol` lists
-it ("" without one), effects by other `recipes`, and what the paper `says`."""
+it ("" without one), and what the paper `says`."""
 
 _PROTOCOLS: dict[str, Any] = read_yaml(Path(__file__).with_name("protocol.yaml"))
 _NOTHING = Estimate(0.0, None, 0)
@@ -138,7 +138,6 @@ def _unanswered(
         "answer": CANNOT_TELL,
         "task": question.task,
         "protocol": "" if plan is None or exact else PLANNED if listed else LATER,
-        "recipes": "",
         "says": question.says,
     }
     bound = A_POINT if question.unit == "points" else None
