@@ -1,12 +1,13 @@
-"""`locality train FOLDER` beside a small CNN in a plain loop that looks at the clock.
+"""`locality train FOLDER` beside small models of timm in a plain loop that looks at the clock.
 
     python benchmarks/minutes.py photos/train photos/test --minutes 3 --seeds 0 1 2 --weights RUN
 
 Both folders have one folder of images per class. The programs train in turn for the same minutes,
-so that they meet about the same load; accuracy is that on the second folder. The CNN is timm's
-`test_resnet` (0.37 M parameters) on one thread: AdamW, images cropped, flipped and recoloured, a
-cosine over the time. It trains on all images of the first folder, `locality train` on nine tenths,
-from the weights of the package and then `--from` each of `--weights`. Prints a table as CSV.
+so that they meet about the same load; accuracy is that on the second folder. The others are timm's
+`test_resnet` (a CNN of 0.37 M parameters) and `test_vit` on one thread: AdamW, images cropped,
+flipped and recoloured, a cosine over the time. They train on all images of the first folder,
+`locality train` on nine tenths, from the weights of the package and then `--from` each of
+`--weights`. Prints a table as CSV.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import timm
@@ -37,6 +40,8 @@ from locality.data.sources import ImageSource
 from locality.training.autofit import image_size, median_shorter_side, sampled_sizes
 
 RATE, BATCH, WARMUP = 2e-3, 64, 30
+# timm's models, with the arguments that take the image size.
+PEERS: dict[str, tuple[str, ...]] = {"test_resnet": (), "test_vit": ("img_size",)}
 
 
 def opened(folder: Path) -> ImageSource:
@@ -57,8 +62,8 @@ def tensors(source: ImageSource, pixels: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2) / 255, torch.tensor(labels)
 
 
-def cnn(train: Path, test: Path, minutes: float, seed: int) -> tuple[float, int]:
-    """Top-1 of the CNN on `test`, in percent, and its steps."""
+def peer(train: Path, test: Path, minutes: float, seed: int, name: str) -> tuple[float, int]:
+    """Top-1 of one of `PEERS` on `test`, in percent, and its steps."""
     started, seconds = time.perf_counter(), 60 * minutes
     torch.manual_seed(seed)
     torch.set_num_threads(1)
@@ -73,7 +78,8 @@ def cnn(train: Path, test: Path, minutes: float, seed: int) -> tuple[float, int]
             v2.ColorJitter(0.2, 0.2, 0.2),
         ]
     )
-    model = timm.create_model("test_resnet", num_classes=int(labels.max()) + 1)
+    size: dict[str, Any] = dict.fromkeys(PEERS[name], pixels)
+    model = timm.create_model(name, num_classes=int(labels.max()) + 1, **size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.05)
     step = 0
     while (share := (time.perf_counter() - started + 3) / seconds) < 1:
@@ -96,7 +102,7 @@ def cnn(train: Path, test: Path, minutes: float, seed: int) -> tuple[float, int]
 def locality(
     train: Path, test: Path, minutes: float, seed: int, weights: str = ""
 ) -> tuple[float, int]:
-    """As `cnn`, of the command line, from `weights` or else from those of the package."""
+    """As `peer`, of the command line, from `weights` or else from those of the package."""
     with tempfile.TemporaryDirectory() as folder:
         run, command = f"{folder}/run", [sys.executable, "-m", "locality"]
         given = ["--minutes", f"{minutes:g}", "--seed", str(seed), "--threads", "1"]
@@ -114,8 +120,11 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--weights", nargs="*", default=[])
+    parser.add_argument("--peers", nargs="*", default=[*PEERS], choices=PEERS)
     options = parser.parse_args()
-    programs = {"locality": locality, "cnn": cnn} | {
+    programs: dict[str, Callable[..., tuple[float, int]]] = {"locality": locality}
+    programs |= {name: partial(peer, name=name) for name in options.peers}
+    programs |= {
         f"locality --from {Path(weights).name}": partial(locality, weights=weights)
         for weights in options.weights
     }
