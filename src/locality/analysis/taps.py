@@ -222,12 +222,12 @@ def mixed_attention(
         k: keys.
         position, gate: positional attention, (h, N, N), and gates, (h,).
     """
-    content = (q @ k.transpose(-2, -1)).softmax(dim=-1)
-    if position is None:
+    scores = q @ k.transpose(-2, -1)
+    if position is not None and gate is None:
+        scores = scores + position.log()  # equal to v_pos·r up to a constant per query
+    content = scores.softmax(dim=-1)
+    if position is None or gate is None:
         return content
-    if gate is None:  # a softmax of sums is the product of softmaxes, normalised
-        joint = content * position
-        return joint / joint.sum(dim=-1, keepdim=True)
     return torch.lerp(content, position, gate[:, None, None])
 
 
