@@ -154,7 +154,7 @@ def test_the_first_image_may_be_damaged(class_folders, tmp_path, cli):
     [
         (((100, 1.0), (99, 1.1)), None, 20, 4),  # one of 100 images less, and a larger loss
         (((100, 1.0), (98, 0.5)), None, 20, 0),  # two: the standard error is the root of two
-        (((100, 1.0), (100, 0.5)), None, 19, 0),  # not better
+        (((99, 1.0), (100, 0.5)), None, 19, 0),  # one more is not better by its error
         (((80, 1.0), (90, 2.0)), None, 1, 4),
         (((80, 1.0), (80, 0.9)), 5, 20, 4),
         (((80, 1.0), (80, 1.1)), 5, 20, 0),

@@ -330,10 +330,11 @@ class Loop:
     def _is_kept(self, row: dict[str, Any]) -> bool:
         """Whether an evaluation's weights replace the best so far.
 
-        Without patience, the last replace the probe's if they are better or, after many passes
-        over the images, unless they are worse by more than the standard error of the difference,
-        paired by image: few validation images seldom tell the two apart, and of those a probe may
-        have all. With class weights, unless the mean accuracy of the classes is lower.
+        Without patience, the last replace the probe's after many passes over the images, unless
+        they are worse by more than the standard error of the difference, paired by image: few
+        validation images seldom tell the two apart, and of those a probe may have all. After few
+        passes, only if they are better by more than that. With class weights, unless the mean
+        accuracy of the classes is lower.
         """
         best = self.state.best
         if self.plan.patience is not None:
@@ -343,8 +344,9 @@ class Loop:
         if self.config.objective.class_weights:
             return row["balanced_accuracy"] >= best["balanced_accuracy"]
         changes = [now - was for now, was in zip(row["right"], best["right"], strict=True)]
+        error = math.sqrt(sum(map(abs, changes)))
         few = row["epoch"] < _MANY_PASSES
-        return sum(changes) > 0 if few else sum(changes) >= -math.sqrt(sum(map(abs, changes)))
+        return sum(changes) > error if few else sum(changes) >= -error
 
     def _raise_if_signalled(self) -> None:
         if signum := self.collectives.any_signal():
