@@ -118,7 +118,9 @@ def _closing(job: Job, result: dict[str, Any], baselines: str) -> list[str]:
     lines.append(f"folder    {folder}")
     if job.plan.probes and last:
         top1, step = {row["step"]: row["top1"] for row in job.folder.curve}, kept or last
-        which = "fine-tuned" if kept else "the linear probe's, which fine-tuning did not improve"
+        which = (
+            "fine-tuned" if kept else "the linear probe's, as fine-tuning was not clearly better"
+        )
         lines.insert(
             1, f"weights   {which}: {top1[0]:.1f}% before, {top1[step]:.1f}% after {step:,} steps"
         )
