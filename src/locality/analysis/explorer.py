@@ -270,7 +270,7 @@ def _check_formula(view: LayerView) -> None:
     if not torch.allclose(computed, maps.mixed, rtol=1e-3, atol=1e-4, equal_nan=True):
         raise UserError(
             f"{view.name} ({type(view.module).__name__}) computes another attention than the "
-            f"explorer, which has softmax(QKᵀ/√d) and ConViT's Eq. 4 and 7; `explore --maps` "
+            f"explorer, which has softmax(QKᵀ/√d) and ConViT's Eq. 4 and 7; `explore --npz` "
             f"writes the layer's own"
         )
 
