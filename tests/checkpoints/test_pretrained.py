@@ -242,3 +242,25 @@ def test_timms_weights_have_their_names(monkeypatch):
     monkeypatch.setattr(api, "load_weights", lambda model, what, entry: asked.append(what) or [])
     create_model("timm/test_vit", pretrained=True)
     assert asked == ["timm/test_vit"]
+
+
+def test_a_model_with_weights_knows_what_they_know(tmp_path, randomise):
+    input = Preprocessing(img_size=8, mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0, exif=True)
+    names = [f"class {number}" for number in range(10)]
+    saved = randomise(create_model(NANO, num_classes=10))
+    saved.temperature = 2.0
+    folder = save(saved, tmp_path / "saved", preprocessing=input, classes=names)
+    model = create_model(NANO, num_classes=10, weights=folder)
+    assert (model.preprocessing, [*model.classes], model.temperature) == (
+        input.at((8, 8)),
+        names,
+        2.0,
+    )
+    other = create_model(NANO, num_classes=3, weights=folder, img_size=12)
+    assert other.preprocessing == input.at((12, 12)) and other.classes is None
+    assert other.temperature == 1.0
+
+
+def test_what_only_training_uses_may_differ_in_timms_models(tmp_path):
+    folder = save(create_model("timm/test_vit", num_classes=2), tmp_path / "saved")
+    create_model("timm/test_vit", num_classes=2, weights=folder, settings={"drop_path_rate": 0.1})

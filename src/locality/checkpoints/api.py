@@ -228,7 +228,8 @@ class Classifier:
             images = read_image(files[0], decoding)
         elif isinstance(images, Sequence) or getattr(images, "ndim", 0) == 4:
             return [self.predict(image, top) for image in images]
-        images = to_rgb(as_picture(images), decoding)
+        with wrap_errors("an image cannot be used", BadImage):
+            images = to_rgb(as_picture(images), decoding)
         (row,) = self([images])
         crop = np.asarray(high_resolution_crop(images, self.preprocessing))
         return Prediction(self.top_classes(row, top), crop)

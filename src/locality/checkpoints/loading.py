@@ -254,7 +254,8 @@ def load_weights(
     Args:
         model: the model; unchanged if the weights do not fit.
         what, entry: as in `locality.load`.
-        classes: names of the model's classes, if any.
+        classes: names of the model's classes; without them, the model takes those of the weights,
+            with their temperature, if it has as many.
 
     Returns:
         the changes made, as sentences.
@@ -279,9 +280,13 @@ def load_weights(
     model.load_state_dict(state, strict=True)
     if (names := joinable(checkpoint.classes)) and set(names) <= set(classes or ()):
         model.inherited = [list(classes or ()).index(name) for name in names]
+    if classes is None and checkpoint.config.num_classes == target.num_classes:
+        for name in ("classes", "problem_type", "temperature"):
+            setattr(model, name, getattr(checkpoint, name))
     prepared = checkpoint.preprocessing
     if prepared is not None and len(prepared.mean) == target.in_chans:
-        set_data_config(model, prepared.at(model.img_size))
+        model.preprocessing = prepared.at(model.img_size)
+        set_data_config(model, model.preprocessing)
     for change in changes:
         _log.info(change)
     return changes

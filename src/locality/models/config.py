@@ -486,7 +486,8 @@ class TimmConfig:
 
     def weight_signature(self) -> dict[str, Any]:
         """As `Architecture.weight_signature`."""
-        return {"name": self.name, "settings": self.settings}
+        own = {name: x for name, x in self.settings.items() if not name.endswith("_rate")}
+        return {"name": self.name, "settings": own}
 
     def data_config(self) -> dict[str, Any]:
         """timm's data configuration of the model: input size, mean, std, interpolation, crop."""

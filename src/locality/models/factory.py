@@ -155,7 +155,7 @@ def count_macs(model: ImageClassifier, img_size: int | tuple[int, int] | None = 
     wrong = f"{model.variant} cannot take images of {size[0]}×{size[1]} pixels"
     counter = FlopCounterMode(display=False)
     training, plain = counted.training, switched(counted, shortcuts=False)
-    with torch.no_grad(), plain, counter, wrap_errors(wrong, RuntimeError):
+    with torch.no_grad(), plain, counter, wrap_errors(wrong, RuntimeError, AssertionError):
         counted.eval().forward_head(counted.forward_features(images))
     counted.train(training)
     return counter.get_total_flops() // 2
