@@ -249,3 +249,18 @@ def test_bad_input(subjects, images, tmp_path):
     with pytest.raises(UserError, match=r"graph\.onnx"):
         write_explorer([graph], images, output)
     assert not output.exists()
+
+
+@pytest.mark.parametrize("settings", [{"num_classes": 0}, {"global_pool": ""}])
+def test_features_are_not_shown_as_classes(settings, images):
+    page = explorer_page([Classifier.of(build("deit_nano", **settings), "f", SMALL)], images[:1])
+    assert '"answers":[[]]' in page
+
+
+def test_all_models_of_a_page_see_an_image_turned_alike(subjects):
+    photo = Image.effect_noise((8, 16), 64).convert("RGB")
+    photo.getexif()[0x0112] = 6
+    upright = replace(subjects[1], preprocessing=replace(SMALL, exif=True))
+    pages = [explorer_page([subjects[0], other], [photo]) for other in (subjects[1], upright)]
+    assert len({re.search(r'"answers":.*?\]\]\]', page)[0] for page in pages}) == 1
+    assert pages[0] == pages[1]

@@ -4,6 +4,7 @@ import pytest
 import timm
 import torch
 
+from locality.analysis.measures import measure_model
 from locality.analysis.taps import attention_layers, capture
 from locality.errors import UserError
 from locality.models import ConvolutionalAttention, build
@@ -163,3 +164,12 @@ def test_what_cannot_be_observed_is_said(timm_model):
     masked = timm_model("vit_tiny_patch16_224")
     with pytest.raises(UserError, match="mask"), torch.no_grad(), capture(masked):
         masked.forward_features(torch.randn(1, 3, 64, 64), is_causal=True)
+
+
+def test_frozen_layers_stay_in_evaluation_mode():
+    model = build("cvt_pico").train()
+    norms = [part for part in model.modules() if isinstance(part, torch.nn.BatchNorm2d)]
+    for norm in norms:
+        norm.eval()
+    measure_model(model, torch.zeros(2, 3, *model.img_size))
+    assert norms and model.training and not any(norm.training for norm in norms)

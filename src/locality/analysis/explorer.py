@@ -31,9 +31,9 @@ from locality.analysis.pictures import DECADES
 from locality.analysis.taps import LayerView, capture, eval_mode, mixed_attention
 from locality.checkpoints import Classifier
 from locality.data.config import Preprocessing
-from locality.data.decoding import to_rgb
+from locality.data.decoding import BadImage, to_rgb
 from locality.data.preprocessing import high_resolution_crop
-from locality.errors import UserError
+from locality.errors import UserError, wrap_errors
 from locality.files import atomic_file
 from locality.models.config import ViTConfig
 from locality.models.transformer import position_embedding
@@ -83,7 +83,7 @@ def explorer_page(
 
     Args:
         subjects: one to four models, shown side by side.
-        images: the images, preprocessed for each model.
+        images: the images, decoded as for the first model and preprocessed for each.
         names: names of the images; numbered by default.
         labels: class of each image, shown if a model has this class; or empty.
 
@@ -91,7 +91,9 @@ def explorer_page(
         UserError: no model, no image, or a model whose attention cannot be read.
     """
     check_count(subjects, images)
-    images = [to_rgb(image, subjects[0].preprocessing.decoding) for image in images]
+    with wrap_errors("an image cannot be used", BadImage):
+        rgb = [to_rgb(image, subjects[0].preprocessing.decoding) for image in images]
+    images = [Image.fromarray(np.asarray(image)) for image in rgb]  # without EXIF: turned once
     observed = [_observe(subject, subject.prepare(images)) for subject in subjects]
     models = [about for about, _ in observed]
     cuts = [subject.preprocessing for subject in subjects]
@@ -228,13 +230,16 @@ def _observe(subject: Classifier, batch: Tensor) -> tuple[dict[str, Any], list[b
         "prefix": prefix,
         "family": family_of(getattr(model, "variant", None)),
         "layers": list(layers.values()),
-        "answers": [_answers(subject, subject.probabilities(logits)[0]) for _, logits in observed],
+        "answers": [_answers(subject, logits) for _, logits in observed],
     }
     return about, [packed for packed, _ in observed]
 
 
-def _answers(subject: Classifier, probabilities: Tensor) -> list[tuple[str, float]]:
-    """Classes with their probabilities: all if few, else the five most probable."""
+def _answers(subject: Classifier, logits: Tensor) -> list[tuple[str, float]]:
+    """Classes with probabilities: all if few, else the five most probable; none for features."""
+    if not subject.module().num_classes or logits.ndim != 2:
+        return []
+    probabilities = subject.probabilities(logits)[0]
     few = len(probabilities) <= _FEW_CLASSES
     shown = range(len(probabilities)) if few else probabilities.topk(5).indices.tolist()
     return [(subject.label(index), float(probabilities[index])) for index in shown]

@@ -163,7 +163,8 @@ def capture(
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Context manager: evaluation mode without gradients."""
     with torch.no_grad(), contextlib.ExitStack() as undo:
-        undo.callback(model.train, model.training)
+        for module in model.modules():  # of which some may be in evaluation mode
+            undo.callback(setattr, module, "training", module.training)
         model.eval()
         yield
 

@@ -363,7 +363,9 @@ async function setImage(image) {
   document.querySelectorAll("#thumbnails button").forEach((button, at) =>
     button.setAttribute("aria-pressed", at === image));
   document.querySelectorAll(".model").forEach((article, at) => {
-    const [name, part] = showBars(article.querySelector(".bars"), DATA.models[at].answers[image]);
+    const answers = DATA.models[at].answers[image];
+    if (!answers.length) return; // features
+    const [name, part] = showBars(article.querySelector(".bars"), answers);
     article.querySelector(".prediction").replaceChildren(...predicted(name, part, shown.label));
   });
   showImageUnderMaps();

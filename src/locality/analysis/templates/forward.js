@@ -152,7 +152,8 @@ function forward(model, pixels, change = {}) {
   }
   const logits = linear(read, weights["head.weight"], weights["head.bias"], width);
   if (!logits.every(Number.isFinite)) throw new Error(`${model.label} returned non-finite logits`);
-  return { logits, probabilities: softmax(logits.map((value) => value / model.temperature)), layers };
+  const scaled = logits.map((value) => value / model.temperature);
+  return { logits, probabilities: scaled.length > 1 ? softmax(scaled) : scaled.map((value) => 1 / (1 + Math.exp(-value))), layers };
 }
 
 // Mean attention distance in patches, averaged over patches; class tokens excluded (Eq. 8).
