@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import ExifTags, Image
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset, random_split
 
 import locality
 from locality.data import DataConfig, open_data
@@ -126,3 +126,28 @@ def test_names_with_a_comma_are_no_lists():
     for names in (["cat,dog", "dog,cat"], ["cat", "dog", "cat,dog"], ["a;b", "b;c", "c;a"]):
         with pytest.raises(UserError, match="several classes"):
             check_one_class(names, "the table")
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_sixteen_bits_keep_all_bits_in_both_byte_orders(order, tmp_path):
+    values = np.linspace(0, 4095, 64).reshape(8, 8).astype(f"{order}u2")
+    mode = {"<": "I;16", ">": "I;16B"}[order]
+    image = Image.frombytes(mode, (8, 8), values.tobytes())
+    folder = write_images(([image] * 4, ["a", "b"] * 2), tmp_path)
+    source = open_data(DataConfig("folder", str(folder), grey_bits=12), 0, whole=True).val
+    assert np.asarray(source.read(0)).max() == 255
+
+
+def test_a_subset_has_the_names_of_its_dataset(tmp_path):
+    part, _ = random_split(Torchvisions(), [6, 2])
+    folder = write_images(Subset(part, range(6)), tmp_path)
+    assert {each.name for each in folder.iterdir()} <= {"ant", "bee"}
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 3), (5, 0)])
+def test_an_image_without_pixels_is_refused(shape):
+    classifier = locality.open("deit_photo.tiny_in200")
+    with pytest.raises(UserError, match="no pixels"):
+        classifier.predict(np.zeros(shape, np.uint8))
+    with pytest.raises(UserError, match="no defined white"):
+        classifier.predict(Image.new("F", (5, 5)))

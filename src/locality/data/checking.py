@@ -177,7 +177,8 @@ def verify(
     """
     if source.pixels is not None:
         return [], []
-    count = len(source)
+    if not (count := len(source)):
+        raise UserError(f"there are no {part} images; give fewer folds or a larger part")
     source = source.subset(np.arange(count)[:: 1 + (count - 1) // MAX_DECODED])
     examined = [*examine(source, least)]
     bad = [index for index, image in enumerate(examined) if image.fault]

@@ -111,7 +111,8 @@ def image_size(data: bytes, decoding: Decoding = DEFAULT_DECODING) -> tuple[int,
     """
     with _quiet():
         image = _open_image(io.BytesIO(data), decoding)
-        turned = decoding.exif and (orientation(image) or 1) > 4
+        # Pillow turns TIFF files itself.
+        turned = decoding.exif and image.format != "TIFF" and (orientation(image) or 1) > 4
         return (image.height, image.width) if turned else image.size
 
 

@@ -9,8 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import ExifTags, Image
+from torch.utils.data import Subset
 from torchvision.transforms.functional import to_pil_image
 
 from locality.data.decoding import BadImage, orientation, to_rgb
@@ -29,6 +31,8 @@ def as_picture(image: Any) -> Image.Image:
     Raises:
         UserError: for other types, shapes or values.
     """
+    if 0 in getattr(image, "shape", getattr(image, "size", ())):
+        raise UserError("the image has no pixels")
     if isinstance(image, Image.Image):
         return image
     is_float = isinstance(image, torch.Tensor) and image.is_floating_point()
@@ -89,6 +93,8 @@ def _png(picture: Image.Image) -> bytes:
     picture.load()  # turns those of TIFF files
     if (turn := orientation(picture)) not in (None, 1):
         exif[ExifTags.Base.Orientation] = turn
+    if picture.mode.startswith("I;16"):  # PNG takes one byte order
+        picture = Image.fromarray(np.asarray(picture).astype("<u2"))
     if picture.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
         picture = to_rgb(picture)
     picture.save(content, "PNG", exif=exif or None)
@@ -97,7 +103,10 @@ def _png(picture: Image.Image) -> bytes:
 
 def _pairs(dataset: Any) -> Iterator[tuple[Any, str]]:
     """Images and class names."""
-    names = getattr(dataset, "classes", None)
+    inner = dataset
+    while isinstance(inner, Subset):
+        inner = inner.dataset
+    names = getattr(inner, "classes", None)
     if features := getattr(dataset, "features", None):
         kinds = {type(kind).__name__: name for name, kind in reversed([*features.items()])}
         image, label = kinds.get("Image", "image"), kinds.get("ClassLabel", "label")
