@@ -12,6 +12,7 @@ from sklearn import metrics
 from torch import Tensor, nn
 
 from locality.data import ArraySource, Preprocessing, eval_loader
+from locality.errors import UserError
 from locality.predictions import Predictions
 from locality.training import Interrupted, PredictionCollector, calibrate, evaluate
 
@@ -155,3 +156,10 @@ def test_an_evaluation_can_be_stopped_between_batches(source, logits):
         evaluate(model, loader(source), before_batch=stop)
     assert len(calls) == 2
     assert model.training
+
+
+def test_without_a_wrong_prediction_no_temperature_is_fitted(tmp_path):
+    logits = torch.eye(3)
+    with pytest.raises(UserError, match="no prediction of the 3 validation images is wrong"):
+        calibrate(tmp_path / "run", [(logits, torch.arange(3))])
+    assert not (tmp_path / "run").exists()

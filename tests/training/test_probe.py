@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +233,7 @@ def test_freeze_in_python_and_on_the_command_line(class_folders, tmp_path: Path,
     assert set(run.predict(photos / "a", top=2)[0].classes) == {"a", "b"}
     words = ["finetune", photos, "--from", tmp_path / "donor", "--freeze", "backbone"]
     said = cli(*words, "--output", tmp_path / "other").err
-    assert "linear probe: validation top-1" in said and "not trained" not in said
+    assert "before the first step: validation top-1" in said and "not trained" not in said
     cli("report", tmp_path / "other")
 
 
@@ -257,3 +258,25 @@ def test_another_class_joins_those_of_a_run(class_folders, tmp_path: Path, cli):
     words = ["finetune", alone, "--from", first.path, "--output", tmp_path / "third"]
     assert "bring the images of the classes of" in cli(*words, code=2).err
     assert not (tmp_path / "third").exists()
+
+
+def test_validation_images_may_change_before_the_last_evaluation(
+    class_folders, tmp_path, interrupt
+):
+    photos = class_folders(tmp_path / "photos", {f"train/{n}": 9 for n in "ab"}, size=(8, 8))
+    class_folders(photos, {f"val/{n}": 4 for n in "ab"}, seed=50, size=(8, 8))
+    data = {"data.dataset": "folder", "data.root": str(photos), "data.fraction": 1.0}
+    config = replace(probing(schedule__steps=4, schedule__eval_every=9), data)
+    interrupt(config, tmp_path / "run", 2)
+    shutil.copy(photos / "val/a/000.png", photos / "val/a/999.png")
+    changed = replace(config, {"data.on_changed_images": "resume"})
+    assert train(changed, tmp_path / "run")["val_images"] == 9
+
+
+def test_a_classifier_of_known_classes_is_not_called_a_probe(class_folders, tmp_path, cli):
+    photos = class_folders(tmp_path / "photos", {"a": 9, "b": 9}, size=(16, 16))
+    short = ["--steps", "2", "--model.img_size", "16"]
+    cli("train", photos, "--model", "cvt_pico", *short, "--output", tmp_path / "first")
+    again = ("finetune", photos, "--from", tmp_path / "first", *short)
+    said = cli(*again, "--output", tmp_path / "second").err
+    assert "no linear probe: the weights know all classes" in said and "linear probe of" not in said

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from sklearn.dummy import DummyClassifier
-from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 from threadpoolctl import threadpool_limits
@@ -89,9 +88,9 @@ def pixel_baselines(
             work = train.size * classes  # multiply-accumulates, of which an iteration takes two
             classifier.set_params(max_iter=max(10, min(_ITERATIONS, _MOST_WORK // work)))
         # On busy processors, threads that wait for each other take many times as long as one.
-        with threadpool_limits(1):
-            with warnings.catch_warnings(action="ignore", category=ConvergenceWarning):
-                classifier.fit(train, labels)
+        quiet = warnings.catch_warnings(action="ignore", category=UserWarning)
+        with quiet, threadpool_limits(1):
+            classifier.fit(train, labels)
             top1[name] = 100 * float(classifier.score(val, targets))
     height, width = _small_size(preprocessing)
     return {

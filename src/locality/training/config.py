@@ -145,7 +145,7 @@ class ScheduleConfig:
                 )
         elif self.patience is not None:
             raise UserError(
-                "with schedule.minutes the last weights are kept; make schedule.patience null"
+                "schedule.patience needs a run of steps or epochs (--steps N); else make it null"
             )
         elif self.decay is not None and self.decay[0] >= self.decay[1]:
             raise UserError(

@@ -177,7 +177,9 @@ def dry_run(job: Job) -> str:
     computing = job.world_size / seconds
     # Without workers, reading and computing take turns.
     rate = min(reading, computing) if config.data.workers else 1 / (1 / reading + 1 / computing)
-    if config.schedule.minutes is None:
+    if config.optim.freeze:
+        time, images = (len(job.splits.train) + len(job.splits.val)) / STEP_FORWARDS / rate, 0.0
+    elif config.schedule.minutes is None:
         time, images = _images(job.plan, len(job.splits.val)) / rate, float(job.plan.images)
     else:
         time, images = 60 * config.schedule.minutes, 60 * config.schedule.minutes * rate

@@ -138,8 +138,7 @@ def _train(
             job.notes += changes
             if job.plan.probes:
                 probe = _on_rank0(fabric, lambda: job.fit_probe(quiet))
-                probe.copy_to(model)
-                job.notes.append(str(probe))
+                job.notes.append(probe.copy_to(model))
         else:
             model = build_model(config, len(job.splits.classes))
         parts = components(fabric, job, model)
@@ -215,6 +214,8 @@ def _check(job: Job) -> tuple[dict[str, Any] | None, str, dict[str, Any] | None]
                 f"{changed[0]}, and so have the classes or the number of steps, so the run cannot "
                 f"continue; restore them or start in a new folder"
             )
+        if changed:
+            progress["best"].pop("right", None)  # of other images
         job.notes += changed
     return None, name, checkpoint
 

@@ -255,8 +255,16 @@ def calibrate(
 
     Returns:
         T, and the confidence of every image, (n,), at the temperature of the other half of them.
+
+    Raises:
+        UserError: if no prediction is wrong: the colder, the better, without end.
     """
     logits, targets = (torch.cat(parts).cpu() for parts in zip(*kept, strict=True))
+    if len(targets) < 2 or (logits.argmax(1) == targets).all():
+        raise UserError(
+            f"no prediction of the {len(targets):,} validation images is wrong, so none shows how "
+            f"sure the model may be; calibrate a run with more validation images"
+        )
     temperature = _temperature(logits, targets)
     run = Run(folder)
     run.write_json(run.calibration_file, {"temperature": temperature, "images": len(targets)})

@@ -90,7 +90,7 @@ class Job:
         if not len(self.splits.val):
             raise UserError(f"dataset '{config.data.dataset}' has no images to evaluate on")
         self.plan = make_plan(config, len(self.splits.train))
-        self._check_classes()
+        check_classes(self.splits, self.config.weights)
         self.notes += self.splits.notes(balanced=config.objective.class_weights)
         if self.plan.batch_size > len(self.splits.train):
             self.notes.append(
@@ -120,15 +120,6 @@ class Job:
         self.buffers = sum(b.numel() * b.element_size() for b in model.buffers())
         self.img_size = model.img_size
         return self
-
-    def _check_classes(self) -> None:
-        if len(self.splits.classes) < 2:
-            weights = self.config.weights
-            others = f"; bring the images of the classes of {weights}, too" * (weights is not None)
-            raise UserError(
-                f"dataset '{self.splits.name}' has {len(self.splits.classes)} class; a classifier "
-                f"needs at least two: one folder of images per class{others}"
-            )
 
     def set_decay(self, decay: tuple[int, int]) -> None:
         """Give a run of minutes its length: the first step of its decay, and all its steps."""
@@ -193,7 +184,7 @@ class Job:
     def fit_probe(self, quiet: bool) -> Probe:
         """The linear probe of the run's model; it chooses among `sizes`."""
         if self.probe is None:
-            self._check_classes()
+            check_classes(self.splits, self.config.weights)
             log = None if quiet or not self.sizes else partial(print, "locality:", file=sys.stderr)
             with doing("passing the images through the frozen network", quiet):
                 size, self.probe = probe_run(self.config, self.splits, self.sizes, log)
@@ -275,4 +266,18 @@ class Job:
                 f"{optim.peak_lr(plan.batch_size):.3g}",
                 *(f"note    {note}" for note in self.notes),
             ]
+        )
+
+
+def check_classes(splits: DataSplits, weights: str | None) -> None:
+    """Check that images have at least two classes.
+
+    Raises:
+        UserError: if not.
+    """
+    if len(splits.classes) < 2:
+        others = f"; bring the images of the classes of {weights}, too" * (weights is not None)
+        raise UserError(
+            f"dataset '{splits.name}' has {len(splits.classes)} class; a classifier needs at least "
+            f"two: one folder of images per class{others}"
         )

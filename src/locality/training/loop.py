@@ -343,6 +343,8 @@ class Loop:
             return False
         if self.config.objective.class_weights:
             return row["balanced_accuracy"] >= best["balanced_accuracy"]
+        if "right" not in best:  # validation images have changed
+            return row["top1"] >= best["top1"]
         changes = [now - was for now, was in zip(row["right"], best["right"], strict=True)]
         error = math.sqrt(sum(map(abs, changes)))
         few = row["epoch"] < _MANY_PASSES

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from scipy.special import log_softmax
-from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedKFold
 from threadpoolctl import threadpool_limits
@@ -73,10 +72,13 @@ class Probe:
     top1: float
     loss: float
 
-    def copy_to(self, model: ImageClassifier) -> None:
+    def copy_to(self, model: ImageClassifier) -> str:
         """Make it the classifier of a model, except the rows that this has inherited.
 
         Only differences of rows matter, so new ones are added at the inherited ones' mean.
+
+        Returns:
+            a note for the run's header.
         """
         head: Any = model.get_classifier()
         known = model.inherited
@@ -86,6 +88,9 @@ class Probe:
                 fitted = fitted.to(own)
                 shift = own[known].mean(0) - fitted[known].mean(0) if known else 0
                 own[new] = fitted[new] + shift
+        if not new:
+            return "no linear probe: the weights know all classes and keep their classifier"
+        return str(self)
 
     def __str__(self) -> str:
         return (
@@ -244,7 +249,9 @@ def _linear(
     limits = {"max_iter": _ITERATIONS, "tol": tolerance}
     model = LogisticRegression(C=strength, class_weight=weighting, **limits)
     # On busy processors, threads that wait for each other take many times as long as one.
-    quiet = warnings.catch_warnings(action="ignore", category=ConvergenceWarning)
+    quiet = warnings.catch_warnings(
+        action="ignore", category=UserWarning
+    )  # not converged, few images a class
     with quiet, threadpool_limits(1):
         model.fit((rows - mean) / deviation, labels)
     coefficients, intercepts = model.coef_ / deviation, model.intercept_

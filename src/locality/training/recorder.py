@@ -201,7 +201,11 @@ class Recorder:
         top5 = f"top-5 {row['top5']:.2f}%, " if len(self._job.splits.classes) > 5 else ""
         # A resumed run may begin with an evaluation.
         speed = f", {timing['images_per_second']:.0f} images/s" if self._step_seconds else ""
-        when = f"step {row['step']}, epoch {row['epoch']:.4g}" if row["step"] else "linear probe"
+        when = (
+            f"step {row['step']}, epoch {row['epoch']:.4g}"
+            if row["step"]
+            else "before the first step"
+        )
         self.log(
             f"{when}: {train}"
             f"validation top-1 {row['top1']:.2f}%, {top5}"
