@@ -422,3 +422,13 @@ def test_images_that_are_not_square_from_training_to_fine_tuning(tmp_path, class
         assert read_config(run).model.img_size == (16, 32)
     found = cli("eval", runs[1], "--img_size", "[32,32]", "--json").out
     assert json.loads(found)["n"] == 2
+
+
+def test_a_folder_comes_before_that_of_a_configuration(class_folders, tmp_path, cli):
+    one, other = (class_folders(tmp_path / name, {"a": 9, "b": 9}, size=(8, 8)) for name in "xy")
+    words = ("--model", "cvt_pico", "--model.img_size", "16", "--steps", "2")
+    cli("train", one, *words, "--output", tmp_path / "run")
+    given = [str(other), "--config", str(tmp_path / "run/config.yaml")]
+    assert read_run([*given, "--output", str(tmp_path / "new")])[0].config.data.root == str(other)
+    # A run that has begun keeps its length.
+    assert "is finished" in cli("train", one, "--output", tmp_path / "run").out

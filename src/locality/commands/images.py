@@ -204,13 +204,16 @@ def evaluate(arguments: Sequence[str]) -> None:
     check_root(chosen)
 
     if model.kind == "run" and not Run(model.what).is_finished:
+        if options.calibrate:
+            raise UserError(f"{model.what} has not finished; finish it before --calibrate")
         say(f"{model.what} has not finished; its last checkpoint is evaluated")
     opened = model.opened
-    if overrides.keys() - {"data.root", "data.dataset"}:
-        splits = None  # overridden
+    changed = overrides.keys() - {"data.root", "data.dataset"}
+    if changed:
+        splits = None
     whole = other and not overrides.keys() & {"data.val_part", "data.val_fraction", "data.fold"}
     splits = training.open_for(opened, chosen, config.seed, whole, not other, splits)
-    if options.calibrate and (model.kind != "run" or other or overrides or options.tta):
+    if options.calibrate and (model.kind != "run" or other or changed or options.tta):
         raise UserError("--calibrate is for a run on its own validation images; omit the others")
     seen: list[tuple[int, int, Tensor]] = []
     kept: list[tuple[Tensor, Tensor]] = []

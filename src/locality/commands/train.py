@@ -91,7 +91,9 @@ def _train(
         passes = math.inf if job.plan.probes else passes
         if said := baselines.below(config.model.name, result["top1"], found, passes):
             advice = baselines.ADVICE
-            if passes < baselines.FEW_PASSES:
+            if config.optim.freeze:
+                advice = "train all of it (without --freeze), or take other weights"
+            elif passes < baselines.FEW_PASSES:
                 minutes = math.ceil(result["seconds"] / 60 * baselines.ENOUGH_PASSES / passes)
                 advice = f"{baselines.ENOUGH_PASSES} passes take about {minutes} min here"
             say(f"{said}: {advice}")
@@ -118,9 +120,7 @@ def _closing(job: Job, result: dict[str, Any], baselines: str) -> list[str]:
     lines.append(f"folder    {folder}")
     if job.plan.probes and last:
         top1, step = {row["step"]: row["top1"] for row in job.folder.curve}, kept or last
-        which = (
-            "fine-tuned" if kept else "the linear probe's, as fine-tuning was not clearly better"
-        )
+        which = "fine-tuned" if kept else "those before fine-tuning, which was not clearly better"
         lines.insert(
             1, f"weights   {which}: {top1[0]:.1f}% before, {top1[step]:.1f}% after {step:,} steps"
         )
@@ -175,19 +175,20 @@ def read_run(
         if not folder.exists():
             raise missing(folder)
         return resumed(folder, parser.settings, check), options
-    asked, given = what_to_train(options.what, command == "finetune")
+    asked, images = what_to_train(options.what, command == "finetune")
+    given: dict[str, Any] = {}
     for file in options.config:
         values = read_yaml(file) or {}
         checks.shaped(file, values, dict)
         given |= flatten(values, 1)
     labelled = str(given.get("recipe"))
     name = asked if asked else labelled if labelled in RECIPES else "digits"
-    if asked and "recipe" in given and labelled != name:
+    if asked and not images and "recipe" in given and labelled != name:
         raise UserError(f"two recipes given: '{name}', and '{labelled}' in {options.config[-1]}")
     minutes = given.get("schedule.minutes")
     if "schedule.decay" in given and parser.settings.get("schedule.minutes", minutes) != minutes:
         del given["schedule.decay"]  # that of a file is of its own minutes
-    given |= parser.settings
+    given |= images | parser.settings
     return prepare(name, given, options.output, options.quiet, check), options
 
 
@@ -247,6 +248,8 @@ def prepare(
         config = recipe(name, given)
         return _job(config, Path(output or default_folder(config)), check)
     given, command = converted(given), name
+    if output is not None and is_run_folder(output):
+        return resumed(Path(output), given, check)
     if given.get("weights") == SCRATCH:
         given["weights"], name = None, "photos"
     lengths = {f"schedule.{unit}": unit.replace("minutes", "min") for unit in LENGTHS}

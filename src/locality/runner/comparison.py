@@ -18,6 +18,7 @@ from locality.runs import Run
 from locality.settings import replace
 from locality.training import autofit
 from locality.training.folder_checks import check_images
+from locality.training.job import check_classes
 from locality.training.model import settings_from_weights
 from locality.training.recipes import SMALL_SIDE, recipe
 
@@ -80,6 +81,7 @@ def comparison_runs(
     smallest = recipe(name, settings | {"data.fraction": min(fractions)})
     open_data(smallest.data, 0)  # no class is empty
     splits = open_data(recipe(name, settings).data, 0)
+    check_classes(splits, None)
     started = time.perf_counter()
     verify(splits.val)
     reading = (time.perf_counter() - started) * (1 + len(splits.train) / len(splits.val))
