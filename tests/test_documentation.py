@@ -159,7 +159,7 @@ def test_snippets_run(page, workplace, monkeypatch, capsys):
 # Numbers of the README → the record or page of a command's output that has them, and as what.
 PHOTOGRAPHS = "benchmarks/results/photographs-nvidia-h200-2026-11-26.json"
 CARDS = "src/locality/weights/"
-FIRST_DOOR = "benchmarks/results/first_door-2026-11-28.json"
+FIRST_DOOR = "benchmarks/results/first_door-2026-11-29.json"
 README_NUMBERS = {
     "0.28 M parameters": (CARDS + "convit_photo.tiny_in200.md", "0.28 M parameters"),
     "top-1 among 200 classes: CvT (1.4 M) 49.1%, ConViT 42.4,\nDeiT 40.1": (
