@@ -169,7 +169,7 @@ def live(browser: Browser) -> None:
 def report(browser: Browser) -> None:
     page = opened(browser, "runs/photos/report.html", 1000, 900)
     keep("report", page.screenshot())
-    keep("mistakes", page.locator(".mistakes").screenshot())
+    keep("mistakes", page.locator(".mistakes").last.screenshot())
     page.set_viewport_size({"width": 1000, "height": 600})
     heading = page.get_by_role("heading", name="Attention maps of single heads")
     heading.evaluate("heading => heading.scrollIntoView()")
