@@ -183,7 +183,8 @@ def read_run(
         given |= flatten(values, 1)
     labelled = str(given.get("recipe"))
     name = asked if asked else labelled if labelled in RECIPES else "digits"
-    if asked and not images and "recipe" in given and labelled != name:
+    allowed = {name, *(CUSTOM_DATA_RECIPES if images else ())}
+    if asked and "recipe" in given and labelled not in allowed:
         raise UserError(f"two recipes given: '{name}', and '{labelled}' in {options.config[-1]}")
     minutes = given.get("schedule.minutes")
     if "schedule.decay" in given and parser.settings.get("schedule.minutes", minutes) != minutes:
