@@ -431,4 +431,5 @@ def test_a_folder_comes_before_that_of_a_configuration(class_folders, tmp_path, 
     given = [str(other), "--config", str(tmp_path / "run/config.yaml")]
     assert read_run([*given, "--output", str(tmp_path / "new")])[0].config.data.root == str(other)
     # A run that has begun keeps its length.
-    assert "is finished" in cli("train", one, "--output", tmp_path / "run").out
+    for start in ([], ["--from", "scratch"]):
+        assert "is finished" in cli("train", one, *start, "--output", tmp_path / "run").out

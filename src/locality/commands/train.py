@@ -249,12 +249,11 @@ def prepare(
         config = recipe(name, given)
         return _job(config, Path(output or default_folder(config)), check)
     given, command = converted(given), name
-    if output is not None and is_run_folder(output):
-        return resumed(Path(output), given, check)
     if given.get("weights") == SCRATCH:
         given["weights"], name = None, "photos"
     lengths = {f"schedule.{unit}": unit.replace("minutes", "min") for unit in LENGTHS}
     length = next((name for name in lengths if given.get(name) is not None), None)
+    asked = dict(given)
     if length is None:
         length, given["schedule.minutes"] = "schedule.minutes", DEFAULT_MINUTES
     if output is None:
@@ -263,7 +262,7 @@ def prepare(
         output = Path("runs", command, f"{images}-s{given.get('seed', 0)}")
     folder = Path(output)
     if is_run_folder(folder):
-        return resumed(folder, given, check)
+        return resumed(folder, asked, check)
     model = {key[6:]: value for key, value in given.items() if key.startswith("model.")}
     ours = "weights" not in given and model.keys() <= {"name", "img_size"}
     if name == "photos" and ours:
