@@ -48,7 +48,8 @@ CLAIMS = {
     "gain is not seen to grow as images get fewer": [
         ("photographs", "cannot tell", "Is ConViT's relative gain larger with few images"),
     ],
-    "masking content costs 0.9 points, masking position 18.3": [
+    "Position does most of the work in ConViT's gated layers: masking content costs 0.9 points, "
+    "masking position 18.3": [
         ("photographs", "yes", "Does masking content in the first gated layers cost accuracy"),
         ("photographs", "no", "Does masking content cost more than masking position"),
     ],

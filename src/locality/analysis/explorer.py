@@ -31,9 +31,8 @@ from locality.analysis.pictures import DECADES
 from locality.analysis.taps import LayerView, capture, eval_mode, mixed_attention
 from locality.checkpoints import Classifier
 from locality.data.config import Preprocessing
-from locality.data.decoding import BadImage, to_rgb
 from locality.data.preprocessing import high_resolution_crop
-from locality.errors import UserError, wrap_errors
+from locality.errors import UserError
 from locality.files import atomic_file
 from locality.models.config import ViTConfig
 from locality.models.transformer import position_embedding
@@ -91,9 +90,8 @@ def explorer_page(
         UserError: no model, no image, or a model whose attention cannot be read.
     """
     check_count(subjects, images)
-    with wrap_errors("an image cannot be used", BadImage):
-        rgb = [to_rgb(image, subjects[0].preprocessing.decoding) for image in images]
-    images = [Image.fromarray(np.asarray(image)) for image in rgb]  # without EXIF: turned once
+    # Without EXIF, so that no later model turns them again.
+    images = [Image.fromarray(np.asarray(subjects[0].rgb(image))) for image in images]
     observed = [_observe(subject, subject.prepare(images)) for subject in subjects]
     models = [about for about, _ in observed]
     cuts = [subject.preprocessing for subject in subjects]
@@ -237,7 +235,7 @@ def _observe(subject: Classifier, batch: Tensor) -> tuple[dict[str, Any], list[b
 
 def _answers(subject: Classifier, logits: Tensor) -> list[tuple[str, float]]:
     """Classes with probabilities: all if few, else the five most probable; none for features."""
-    if not subject.module().num_classes or logits.ndim != 2:
+    if not subject.are_classes(logits):
         return []
     probabilities = subject.probabilities(logits)[0]
     few = len(probabilities) <= _FEW_CLASSES

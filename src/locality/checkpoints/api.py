@@ -133,7 +133,7 @@ class Classifier:
         if not len(batch):
             return torch.empty(0, 0)
         logits = self.logits(batch)
-        if logits.ndim != 2 or (self.model is not None and not self.model.num_classes):
+        if not self.are_classes(logits):
             raise UserError(
                 f"{self.name} has no classifier of images: it returns features of shape "
                 f"{tuple(logits.shape)}; give a model with num_classes above 0 and a global_pool, "
@@ -141,6 +141,10 @@ class Classifier:
             )
         self.check_logits(logits)
         return self.probabilities(logits)
+
+    def are_classes(self, logits: Tensor) -> bool:
+        """Whether the model's outputs are logits of classes, (B, classes), and not features."""
+        return logits.ndim == 2 and (self.model is None or self.model.num_classes > 0)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Logits (…, classes) → probabilities: of each class alone if an image has several."""
@@ -188,15 +192,22 @@ class Classifier:
         channels = len(self.preprocessing.mean)
         if channels not in MODES:
             raise UserError(f"{self.name} takes {channels} channels, but images have 1 or 3")
-        transform, decoding = eval_transform(self.preprocessing), self.preprocessing.decoding
+        transform = eval_transform(self.preprocessing)
 
         def prepared(image: Image.Image) -> Tensor:
-            with wrap_errors("an image cannot be used", BadImage):
-                image = to_rgb(image, decoding)
-            return transform(convert(image, MODES[channels]))
+            return transform(convert(self.rgb(image), MODES[channels]))
 
         # A loop variable would keep each image alive while the next one is decoded.
         return list(map(prepared, images))
+
+    def rgb(self, image: Image.Image) -> Image.Image:
+        """A PIL image in RGB, by the model's settings, before it is resized.
+
+        Raises:
+            UserError: for 32-bit grey, or a damaged image.
+        """
+        with wrap_errors("an image cannot be used", BadImage):
+            return to_rgb(image, self.preprocessing.decoding)
 
     def prepare(self, images: Iterable[Image.Image]) -> Tensor:
         """PIL images → (B, C, H, W), resized and normalised, on the model's device."""
@@ -220,16 +231,14 @@ class Classifier:
             OSError, UserError: if an image cannot be read.
         """
         checks.integer("top", top, 1)
-        decoding = self.preprocessing.decoding
         if isinstance(images, (str, Path)):
             files = list(image_files([str(images)]))
             if len(files) != 1 or Path(images).is_dir():
                 return self.predict(files, top)
-            images = read_image(files[0], decoding)
+            images = read_image(files[0], self.preprocessing.decoding)
         elif isinstance(images, Sequence) or getattr(images, "ndim", 0) == 4:
             return [self.predict(image, top) for image in images]
-        with wrap_errors("an image cannot be used", BadImage):
-            images = to_rgb(as_picture(images), decoding)
+        images = self.rgb(as_picture(images))
         (row,) = self([images])
         crop = np.asarray(high_resolution_crop(images, self.preprocessing))
         return Prediction(self.top_classes(row, top), crop)

@@ -46,7 +46,8 @@ class OptimConfig:
             early layers change less in fine-tuning.
         probe: before the first step, fit the classifier to the features of the frozen network by
             logistic regression. Batch norms then keep their statistics. The last weights replace
-            these unless they are clearly worse on the validation images.
+            these unless they are clearly worse on the validation images; after few passes, only if
+            they are clearly better.
         freeze: "backbone" ends the run there: only the classifier is fitted.
     """
 

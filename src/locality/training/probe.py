@@ -248,10 +248,9 @@ def _linear(
     weighting = "balanced" if balanced else None
     limits = {"max_iter": _ITERATIONS, "tol": tolerance}
     model = LogisticRegression(C=strength, class_weight=weighting, **limits)
-    # On busy processors, threads that wait for each other take many times as long as one.
-    quiet = warnings.catch_warnings(
-        action="ignore", category=UserWarning
-    )  # not converged, few images a class
+    # On busy processors, threads that wait for each other take many times as long as one. Warnings:
+    # not converged, few images a class.
+    quiet = warnings.catch_warnings(action="ignore", category=UserWarning)
     with quiet, threadpool_limits(1):
         model.fit((rows - mean) / deviation, labels)
     coefficients, intercepts = model.coef_ / deviation, model.intercept_
