@@ -65,6 +65,8 @@ def test_relevance_is_that_of_autograd_through_the_matrices(any_model):
     assert all(p.grad is None for p in model.parameters())
     predicted = model(images).argmax(dim=-1)
     assert torch.equal(relevance(model, images), relevance(model, images, predicted))
+    with torch.inference_mode():
+        assert torch.equal(found, relevance(model, images.clone(), classes.clone()))
 
 
 @torch.no_grad()
@@ -117,6 +119,8 @@ def test_cka_is_one_for_what_differs_by_a_rotation(any_model):
     similar = layer_similarity(model, images)
     torch.testing.assert_close(similar, similar.T)
     torch.testing.assert_close(similar.diagonal(), torch.ones(len(similar)))
+    with pytest.raises(UserError, match="two images or more, and this is 1"):
+        layer_similarity(model, images[:1])
 
 
 def test_several_grids_are_refused(shaken):

@@ -34,7 +34,7 @@ MAX_SIDE = 32
 MAX_IMAGES, MAX_TIMED_IMAGES = 20_000, 2000
 """Larger sets are subsampled evenly within each class; the second is for runs of minutes."""
 
-ADVICE = "train it longer, or from weights of more images (locality finetune)"
+ADVICE = "train longer, more of the model, or from weights of more images (locality finetune)"
 """For a model that is below a baseline."""
 
 FEW_PASSES, ENOUGH_PASSES = 3, 20

@@ -65,13 +65,13 @@ def relevance(model: nn.Module, images: Tensor, classes: Tensor | None = None) -
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(eval_mode(model))
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.inference_mode(False))
         for name, module in attention_layers(model):
             projection = output_projection(name, module)
             stack.enter_context(projection.register_forward_pre_hook(keep(name)))
         views = stack.enter_context(capture(model))
-        logits = model(images.detach().requires_grad_())
-        chosen = logits.argmax(dim=-1) if classes is None else classes
+        logits = model(images.detach().clone().requires_grad_())
+        chosen = logits.argmax(dim=-1) if classes is None else classes.clone()
         score = logits.gather(1, chosen[:, None]).sum()
         found = torch.autograd.grad(score, [heads[view.name] for view in views])
     gradients = {view.name: gradient for view, gradient in zip(views, found, strict=True)}
@@ -153,7 +153,12 @@ def layer_similarity(model: nn.Module, images: Tensor, batch_size: int = 64) -> 
 
     Returns:
         (layers, layers).
+
+    Raises:
+        UserError: for one image, which has nothing to be compared with.
     """
+    if len(images) < 2:
+        raise UserError(f"similarity of layers needs two images or more, and this is {len(images)}")
     inputs: dict[int, list[Tensor]] = {}
 
     def collect(view: LayerView) -> None:
