@@ -136,15 +136,30 @@ def test_a_refused_run_is_unchanged(kind, run, request, cli):
     assert content(run) == before
 
 
-@pytest.mark.parametrize("kind", ["no teacher", "absent weights", "damaged image"])
-def test_a_refused_new_run_has_no_folder(kind, prepared, tmp_path, monkeypatch, cli):
+REFUSED_AT_FIRST = {
+    "teacher": ("--objective.teacher=nowhere",),
+    "weights": ("--weights=no",),
+    "000.png": (),
+    "augment.auto_augment": ("--augment.auto_augment=rand-x9",),
+    "'adan'": ("--optim.name=adan", "--optim.betas=0.9,0.99"),
+    "'sgd'": ("--optim.name=sgd", "--optim.momentum=0"),
+}
+
+
+@pytest.mark.parametrize("named", REFUSED_AT_FIRST)
+def test_a_refused_new_run_has_no_folder(named, prepared, tmp_path, monkeypatch, cli):
     shutil.copytree(prepared / "photos", tmp_path / "photos")
     monkeypatch.chdir(tmp_path)
-    words = {"no teacher": "--objective.teacher=nowhere", "absent weights": "--weights=no"}
-    if kind == "damaged image":
+    if named == "000.png":
         Path("photos/val/cat/000.png").write_bytes(b"no image")
-    cli(*TRAIN, *([words[kind]] if kind in words else []), code=2)
+    assert named in cli(*TRAIN, *REFUSED_AT_FIRST[named], code=2).err
     assert not Path("run").exists() and not Path("runs").exists()
+
+
+def test_a_mistake_is_said_before_a_probe_that_takes_minutes(prepared, monkeypatch, cli):
+    monkeypatch.chdir(prepared)
+    monkeypatch.setattr("locality.training.job.probe_run", None)
+    assert "adamq" in cli("train", "photos", "--minutes=1", "--optim.name=adamq", code=2).err
 
 
 def test_folders_of_one_name_have_their_own_runs(prepared, tmp_path, monkeypatch, cli):

@@ -213,6 +213,8 @@ def test_a_group_stays_on_one_side_of_a_split(kind, settings, tmp_path, image_fi
     splits = open_data(replace(data, **group), 0)
     assert not subjects_on_both_sides(splits, pattern)
     assert splits.val.groups is not None and not {*splits.val.groups} & {*splits.train.groups}
+    parts = (open_data(replace(data, **group, part=p), 0, whole=True) for p in ((0, 0.3), (0.3, 1)))
+    assert set.isdisjoint(*({*part.train.groups} for part in parts))
     if kind == "table":
         group = {"group_column": "person", "group_by": "number ([0-9])"}
         assert not subjects_on_both_sides(open_data(replace(data, **group), 0), "^p([0-9])")

@@ -68,6 +68,8 @@ TIMM = {"model.name": "timm/test_resnet", "model.img_size": 16, "model.drop_path
 CASES = [
     {"optim.name": "adamuon", "optim.position_lr_factor": 10},
     {"engine.channels_last": True, "optim.name": "adamw"},
+    # Moments of other shapes than the weights'; counters of steps in the groups.
+    *({"optim.name": name} for name in ("adafactor", "adafactorbv", "lamb", "adan")),
     {"engine.precision": "bf16-mixed", "augment.repeats": 3},
     {"data.workers": 2, **EVERYTHING},
     {"engine.accumulate": 4, **EVERYTHING},

@@ -61,8 +61,8 @@ def open_data(
     _set_groups(config, [source for source in opened[1:] if source is not None])
     classes, train, val = _ordered(opened, names, custom=DATASETS[config.dataset].images is None)
     if config.part != (0.0, 1.0):
-        train = train.subset(class_slice(train.labels, config.part, _PART_SEED))
-        val = val and val.subset(class_slice(val.labels, config.part, _PART_SEED))
+        train = train.subset(_slice(train, config.part, _PART_SEED))
+        val = val and val.subset(_slice(val, config.part, _PART_SEED))
     has_val = val is not None and config.val_part is None
     if val is None:
         whole = whole or config.fold is not None

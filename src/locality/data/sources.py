@@ -442,10 +442,15 @@ class ImageFingerprint:
         )
 
     def learnt(self, before: Path) -> int:
-        """How many validation images are training images in the table of another run."""
-        new = _parse_table(gzip.decompress(self.table))
-        known = {x for name, x in _read_table(before).items() if name.startswith("train/")}
-        return sum(x in known for name, x in new.items() if name.startswith("val/"))
+        """How many validation images are training images in the table of another run; none if the
+        files are too many for digests."""
+        new, old = _parse_table(gzip.decompress(self.table)), _read_table(before)
+        known = {stamp for name, stamp in old.items() if name.startswith("train/")}
+        return sum(
+            stamp in known and len(stamp.partition("\t")[2]) == _DIGITS
+            for name, stamp in new.items()
+            if name.startswith("val/")
+        )
 
 
 def _table(splits: DataSplits) -> str:

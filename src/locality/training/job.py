@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from locality import machine
 from locality.data import DataSplits, open_data
 from locality.data.checking import MAX_COMPARED, mirror_classes, near_copies, verify
+from locality.data.preprocessing import train_transform
 from locality.data.sources import Examined, ImageFingerprint, kept_bytes
 from locality.errors import UserError, wrap_errors
 from locality.models import ImageClassifier, count_macs, count_parameters
@@ -26,7 +27,7 @@ from locality.training.config import RunConfig
 from locality.training.folder_checks import check_places
 from locality.training.model import initialize_model, meta_model, saved_activations
 from locality.training.objective import check_teacher
-from locality.training.optim import UNDECIDED, check_optimizer, make_plan, parameter_groups
+from locality.training.optim import UNDECIDED, check_optimizer, create_optimizer, make_plan
 from locality.training.probe import Probe, check_probe, probe_run
 
 
@@ -107,7 +108,10 @@ class Job:
             model.reset_classifier(len(self.splits.classes))
         if self.plan.probes:
             check_probe(model)
-        parameter_groups(model, config.optim)  # refuses a layer decay that the model cannot have
+        # Refuse a layer decay that the model cannot have, and what only timm's code refuses.
+        create_optimizer(model, config.optim, self.plan.batch_size)
+        with wrap_errors("augment.auto_augment", AssertionError, ValueError):
+            train_transform(config.augment, config.input.at(model.img_size))
         self.device_type = devices.resolve_accelerator(config.engine.accelerator)
         self.processes, nodes = devices.process_layout()
         self.world_size = self.processes * nodes
@@ -184,7 +188,8 @@ class Job:
     def fit_probe(self, quiet: bool) -> Probe:
         """The linear probe of the run's model; it chooses among `sizes`."""
         if self.probe is None:
-            check_classes(self.splits, self.config.weights)
+            if self.sizes:  # nothing is checked yet, and this takes minutes
+                Job(self.config, self.folder.path, self.splits).open().check_memory()
             log = None if quiet or not self.sizes else partial(print, "locality:", file=sys.stderr)
             with doing("passing the images through the frozen network", quiet):
                 size, self.probe = probe_run(self.config, self.splits, self.sizes, log)

@@ -199,7 +199,7 @@ def create_optimizer(
     "muon" and "adamuon" are `Muon`, a faster version of timm's.
 
     Raises:
-        UserError: if every parameter is frozen.
+        UserError: if every parameter is frozen, or the optimiser refuses a setting.
     """
     groups = parameter_groups(model, config)
     if not groups:
@@ -214,7 +214,8 @@ def create_optimizer(
         extra["fused"] = True
     if kind is Muon:
         return Muon(groups, algo=config.name, **extra)
-    return create_optimizer_v2(groups, opt=config.name, **extra)
+    with wrap_errors(f"optimiser '{config.name}' and its settings", ValueError, IndexError):
+        return create_optimizer_v2(groups, opt=config.name, **extra)
 
 
 def create_schedule(optimizer: torch.optim.Optimizer, plan: Plan) -> Scheduler:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning_fabric import Fabric
 from timm.utils import ModelEmaV3
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from locality.checkpoints.run_state import DamagedCheckpoint
@@ -125,10 +125,13 @@ class Components:
             # The configuration gives the other hyperparameters.
             for group, saved in zip(groups, moments["param_groups"], strict=True):
                 group["lr"] = typed("lr", saved["lr"], NotNegative)
+                if "step" in saved:  # timm's lamb and adan count there
+                    integer("optimizer step", int(saved["step"]), 1, state["step"])
+                    group["step"] = saved["step"]
             self.optimizer.load_state_dict(moments | {"param_groups": groups})
             for parameter, moments in self.optimizer.state.items():
                 for name, value in moments.items():
-                    if torch.is_tensor(value) and value.numel() not in (1, parameter.numel()):
+                    if torch.is_tensor(value) and not _is_moment(value, parameter):
                         raise ValueError(f"{name} has shape {tuple(value.shape)}")
                     # Fused optimisers need the weights' memory format, which is not saved.
                     if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
@@ -142,3 +145,11 @@ class Components:
             raise DamagedCheckpoint(
                 f"the checkpoint does not fit this run: {one_line(error)}"
             ) from error
+
+
+def _is_moment(value: Tensor, parameter: Tensor) -> bool:
+    """Whether a state of an optimiser can be that of a parameter: a number, one of as many entries,
+    or, of Adafactor, a mean over some dimensions."""
+    if value.numel() < parameter.numel():
+        return set(value.shape) <= {1, *parameter.shape}
+    return value.numel() == parameter.numel()
