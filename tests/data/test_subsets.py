@@ -68,7 +68,7 @@ def test_sorted_takes_the_first_of_each_class_as_the_released_code_does(fraction
 
 @pytest.mark.parametrize("seed", [0, None])
 def test_a_fraction_that_empties_a_class_is_refused(seed):
-    with pytest.raises(UserError, match=r"0\.01 .*class 0 has 40"):
+    with pytest.raises(UserError, match=r"0\.01 .*one has 40"):
         class_fraction(LABELS, 0.01, seed)
 
 

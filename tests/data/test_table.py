@@ -60,6 +60,8 @@ def test_other_columns_by_name_or_number(twelve):
     assert pairs(opened(bare, image_column="1", label_column="2")) == TWELVE
     report = check(bare, dataset="table", image_column="1", label_column="2", progress=False)
     assert report.ok and report.images == {"all": 12}
+    with pytest.raises(UserError, match=r"data\.label_column is for tables"):
+        open_data(DataConfig("folder", str(twelve), label_column="kind"), 0)
 
 
 REFUSED = {

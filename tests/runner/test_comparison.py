@@ -79,6 +79,8 @@ def test_weights_are_fine_tuned(tiny_config, tmp_path, asked):
     runs = asked(models=models, pretrained=True)
     assert {run.config.weights for run in runs} == set(models)
     assert {run.config.recipe for run in runs} == {"finetune"}
+    # As in `finetune`, whatever the weights cut away.
+    assert {(run.config.input.crop_pct, run.config.engine.batch_size) for run in runs} == {(1, 64)}
     assert len({run.folder for run in runs}) == 8
 
 

@@ -108,13 +108,16 @@ def test_fine_tuning_takes_architecture_and_preparation_from_the_weights(tmp_pat
     config = chosen("finetune", given(root) | settings)[0]
     assert config.model == tiny().model
     assert config.model.name == "convit_nano"
-    expected = tiny(input__crop_mode="squash", input__decode="shrunk").input
-    assert config.input == expected
+    expected = tiny(input__crop_mode="squash", input__decode="shrunk", input__crop_pct=1.0).input
+    assert config.input == expected  # nothing is cut away
     # Small models train as from scratch; larger ones learn slowly.
     assert config.optim.layer_decay == 1.0
     assert named_recipe("finetune").optim.layer_decay == 0.75
     asked = given(root, weights=str(donor))  # `train photos/ --from donor` is `finetune`
     assert chosen("photos", asked) == chosen("finetune", asked)
+    # A dataset by name has its own images, and the weights' model, too.
+    named = prepare("finetune", {"data.dataset": "digits", "weights": str(donor)}).config
+    assert (named.model, named.input.crop_mode) == (config.model, "squash")
     larger = chosen("finetune", given(root) | settings | {"model.img_size": 16})[0]
     assert larger.model.img_size == 16
 

@@ -112,8 +112,11 @@ def test_a_resumed_run_has_the_minutes_that_are_left(tmp_path, interrupt, slow_c
         interrupt(config, tmp_path / "run", step)
     train(config, tmp_path / "run")
     train(config, tmp_path / "whole")
-    (_, stopped), (_, whole) = decided(tmp_path / "run"), decided(tmp_path / "whole")
+    (_, stopped), (first, whole) = decided(tmp_path / "run"), decided(tmp_path / "whole")
     assert stopped < whole  # each start takes time
+    interrupt(config, tmp_path / "late", first - 1)
+    train(config, tmp_path / "late")
+    assert decided(tmp_path / "late")[0] == first + loop._TIMED  # not after a single step
 
 
 def test_a_decay_that_was_edited_is_refused(tmp_path, interrupt, slow_clock):

@@ -206,6 +206,8 @@ def test_steps_fall_due_at_multiples_and_at_the_end(every):
     plan = make_plan(config(steps=20, epochs=None, eval_every=every), 1000)
     due = {step for step in range(21) if plan.evaluates(step)}
     assert due == {round(k * every) for k in range(1, int(20 / every) + 1)} | {20}
+    assert plan.evaluations == len(due)
+    assert make_plan(config(steps=20, epochs=None, eval_every=0.1), 1000).evaluations == 20
 
 
 def test_saving_follows_evaluation_unless_told_otherwise():

@@ -245,7 +245,12 @@ def prepare(
         quiet: print no news.
         check: check weights, images and folder at once.
     """
+    model = {key[6:]: value for key, value in given.items() if key.startswith("model.")}
     if name not in CUSTOM_DATA_RECIPES or given.get("data.root") is None:
+        if name == "finetune" and (weights := given.get("weights")):
+            from locality.training.model import settings_from_weights
+
+            given = settings_from_weights(weights, given.get("entry"), model) | dict(given)
         config = recipe(name, given)
         return _job(config, Path(output or default_folder(config)), check)
     given, command = converted(given), name
@@ -263,7 +268,6 @@ def prepare(
     folder = Path(output)
     if is_run_folder(folder):
         return resumed(folder, asked, check)
-    model = {key[6:]: value for key, value in given.items() if key.startswith("model.")}
     ours = "weights" not in given and model.keys() <= {"name", "img_size"}
     if name == "photos" and ours:
         given["weights"] = packaged(given.get("model.name"))
@@ -282,11 +286,7 @@ def prepare(
         from locality.training.model import settings_from_weights
 
         if weights is not None:
-            known = settings_from_weights(weights, entry, model)
-            known.pop("input.crop_pct", None)  # nothing is cut away
-            if known.get("input.crop_mode") == "center":  # the default, unless images are long
-                del known["input.crop_mode"]
-            given = known | given
+            given = settings_from_weights(weights, entry, model) | given
         config = recipe(name, provisional(name, given) | given)
         splits = open_data(config.data, config.seed)
         config, notes, sizes = autofit(config, splits, given)

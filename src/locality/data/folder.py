@@ -338,6 +338,12 @@ def check_root(config: DataConfig) -> None:
     """Check, without torch, that a dataset's root is given and usable."""
     name = config.dataset
     info = DATASETS[name]
+    for setting in ("image_column", "label_column"):
+        if getattr(config, setting) is not None and name not in ("table", "arrow"):
+            raise UserError(
+                f"data.{setting} is for tables, and {config.root or name} is none; leave it out, or "
+                f"give the table as data.root"
+            )
     if config.root is None:
         if info.needs_root:
             called = info.title or f"the dataset '{name}'"

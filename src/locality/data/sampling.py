@@ -161,12 +161,12 @@ def class_fraction(labels: npt.ArrayLike, fraction: float, seed: int | None) -> 
     """
     # Adding ½ before truncating rounds halves up, so that counts never fall as fractions rise.
     rounding = 0.0 if seed is None else 0.5
-    present, counts = np.unique(labels, return_counts=True)
+    counts = np.unique(labels, return_counts=True)[1]
     kept = (counts * fraction + rounding).astype(int)
     if emptied := np.flatnonzero(kept == 0).tolist():
         raise UserError(
-            f"a fraction of {fraction:g} leaves {len(emptied)} classes without images "
-            f"(class {present[emptied[0]]} has {counts[emptied[0]]}); give a larger fraction"
+            f"a fraction of {fraction:g} leaves {len(emptied)} classes without images (one has "
+            f"{counts[emptied[0]]}); give a larger fraction"
         )
     return _chosen(labels, seed, Stream.SUBSET, lambda n: (0, int(n * fraction + rounding)))
 

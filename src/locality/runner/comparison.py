@@ -20,7 +20,7 @@ from locality.training import autofit
 from locality.training.folder_checks import check_images
 from locality.training.job import check_classes
 from locality.training.model import settings_from_weights
-from locality.training.recipes import SMALL_SIDE, recipe
+from locality.training.recipes import is_small, recipe
 
 SCRATCH = ("convit_nano", "deit_nano", "cvt_photo", "timm/test_resnet")
 """Models of at most half a million parameters, trainable within minutes on a CPU."""
@@ -91,8 +91,6 @@ def comparison_runs(
     side = img_size or autofit.image_size(autofit.median_shorter_side(sizes))
     crop, said = autofit.crop_settings(settings, sizes)
     settings |= crop
-    small = not pretrained and side <= SMALL_SIDE
-    settings["engine.batch_size"] = autofit.batch_size(len(splits.train), small)
     rounds = math.ceil(len(models) * len(fractions) * (folds or seeds) / jobs)
     share = {"schedule.minutes": minutes / rounds}
     settings |= share if steps is None else {"schedule.steps": steps}
@@ -102,6 +100,9 @@ def comparison_runs(
         else recipe(name, settings | {"model.name": model, **autofit.sized(model, side)})
         for model in models
     }
+    for model, config in configs.items():
+        batch = autofit.batch_size(len(splits.train), is_small(config.model.img_size))
+        configs[model] = replace(config, {"engine.batch_size": batch})
     runs = []
     for number in range(folds or seeds):
         for fraction in sorted(fractions, reverse=True):

@@ -31,6 +31,8 @@ from locality.training.state import Components, TrainState
 # The share of a run's minutes of training after which its decay begins. What follows the last step,
 # baselines and summary, takes half as long as the start, but is given no more than this share.
 _DECAY, _ENDING = 2 / 3, 0.08
+# Steps that tell how long one takes: the first after a start is slower.
+_TIMED = 10
 # Between checkpoints of a run of minutes, whose evaluations become rare.
 _SAVE_SECONDS = 60.0
 # Passes over the images after which fine-tuned weights have left their classifier's first fit.
@@ -178,7 +180,9 @@ class Loop:
         seconds = 60 * self.config.schedule.length
         ending = evaluation + min((self._begun - self.started) / 2, _ENDING * seconds)
         end, begun = self.started - self._spent + seconds - ending, self._begun - self._spent
-        if now - begun < _DECAY * (end - begun):
+        # A run that resumes late first times some steps, if there is time for them.
+        few = steps < _TIMED and now + _TIMED * per_step < end
+        if few or now - begun < _DECAY * (end - begun):
             return None, saves
         return (step, step + max(1, round((end - now) / per_step))), saves
 

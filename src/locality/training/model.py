@@ -42,8 +42,11 @@ def settings_from_weights(
     settings = {"weights": weights, **{f"model.{name}": value for name, value in whole.items()}}
     if found.preprocessing is not None:
         prepared = dataclasses.asdict(found.preprocessing)
-        for other in ("img_size", "exif", "grey_bits", "decode"):  # the new images have their own
+        # The new images have their own; nothing of them is cut away, and long ones may be squashed.
+        for other in ("img_size", "exif", "grey_bits", "decode", "crop_pct"):
             del prepared[other]
+        if prepared["crop_mode"] == "center":
+            del prepared["crop_mode"]
         settings |= {f"input.{name}": value for name, value in prepared.items()}
     return settings
 

@@ -82,7 +82,8 @@ class Plan:
     @property
     def evaluations(self) -> int:
         """Number of evaluations in the whole run."""
-        return math.ceil(self.steps / (self.unit * self.schedule.eval_every))
+        gap = max(1.0, self.unit * self.schedule.eval_every)
+        return math.ceil(self.steps / gap) + self.probes
 
     def saves(self, step: int) -> bool:
         """Whether a checkpoint is written after `step` updates."""
