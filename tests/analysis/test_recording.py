@@ -81,6 +81,7 @@ def test_a_network_without_attention_is_refused_and_others_are_recorded(run, tmp
     (folders[1] / "measures.json").unlink(missing_ok=True)
     (refused,) = record_missing(folders)
     assert refused.startswith(str(folders[0]))
+    assert (folders[0] / "augmented.npz").exists()  # which needs no attention
     moved = tiny_config(weights=str(folders[1]))
     train(moved, tmp_path / "tuned", quiet=True)
     folders[1].rename(tmp_path / "elsewhere")

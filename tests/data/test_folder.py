@@ -281,3 +281,14 @@ def test_control_characters_in_names_are_escaped(tmp_path, class_folders, cli, c
     printed = cli("data", "check", tmp_path, code=1)
     assert r"a\x1b[31m/bad.png" in printed.out and r"b\x07/c\x1b" in caplog.text
     assert not {"\x1b", "\x07"} & {*printed.out, *printed.err, *caplog.text}
+
+
+def test_runs_in_the_images_folder_are_no_class(tmp_path, class_folders):
+    class_folders(tmp_path, {"ant": 4, "bee": 4, "mine": 1, "runs/images/x": 2})
+    for run in ("mine", "runs/photos/one"):
+        for name in ("config.yaml", "environment.json"):
+            (tmp_path / run).mkdir(parents=True, exist_ok=True)
+            (tmp_path / run / name).touch()
+    assert folder(tmp_path).classes == ["ant", "bee"]
+    class_folders(tmp_path / "sport", {"runs": 4, "walks": 4})
+    assert folder(tmp_path / "sport").classes == ["runs", "walks"]

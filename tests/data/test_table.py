@@ -73,7 +73,7 @@ REFUSED = {
     "two columns of one name": (["image,label,label", "cat0.png,a,b"], "'label'"),
     "too many cells": (["image,label", "cat0.png,1,"], "line 2 .*3"),
     "too few": (["image,label", "cat0.png,1", "cat1.png"], "line 3 .*1"),
-    "no image": (["image,label", ",2"], "line 2"),
+    "no image": (["image,label", ",2"], "line 2 .*names no image"),
     "no class": (["image,label", "cat0.png,"], "line 2"),
     "an open quotation mark": (["image,label", 'cat0.png,"1', "cat1.png,2"], "line 2 .*quot"),
     "marks around two lines": (["image,label", 'cat0.png,"1', 'cat1.png,2"'], "line 2 .*cat1"),

@@ -260,3 +260,22 @@ def test_a_run_is_evaluated_on_its_own_part_of_images_that_have_moved(photos, tm
     assert (again["n"], again["loss"]) == (found["val_images"], pytest.approx(found["val_loss"]))
     write(elsewhere / "ant/new.bmp", 7)
     assert json.loads(cli(*words).out)["n"] == 37
+
+
+def test_images_added_since_a_split_was_drawn_are_not_taken_for_the_runs(photos, tmp_path, cli):
+    train(on(photos / "train"), tmp_path / "run")
+    for seed in range(12):  # before the others
+        write(photos / "train" / ("ant", "bee", "cat")[seed % 3] / f"0{seed}.bmp", 5000 + seed)
+    assert "was trained on" in cli("eval", tmp_path / "run").err
+    assert "was trained on" in cli("eval", tmp_path / "run", "--calibrate", code=2).err
+    said = cli("report", tmp_path / "run", "--record").err
+    assert "12 new" in said and "on the other side of the split" in said and "gone" not in said
+    assert not (tmp_path / "run/mistakes.npz").exists()
+
+
+def test_a_run_that_skipped_a_validation_image_is_shown_without_it(photos, tmp_path, cli):
+    damage(photos / "val/ant/0.bmp")
+    train(on(photos, data__on_bad_image="skip"), tmp_path / "run")
+    for words in (["report", "--record"], ["explore"]):
+        cli(*words, tmp_path / "run")
+    assert (tmp_path / "run/measures.json").exists() and (tmp_path / "run/explorer.html").exists()

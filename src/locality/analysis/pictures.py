@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from locality.data.sources import DataSplits, ImageSource
 from locality.errors import UserError, wrap_errors
 from locality.files import atomic_file, open_file, parse_json
 from locality.layers.grid import Grid
+from locality.runs import Run
+from locality.training.config import read_config
 from locality.training.model import open_run_data
 
 Array = npt.NDArray[Any]
@@ -102,10 +104,19 @@ def sample_at(
 def run_images(run: str, count: int) -> list[tuple[str, str, Image.Image]]:
     """The first validation images of a run, round robin over classes: (file name, class, image)."""
     splits = open_run_data(run)
+    splits = replace(splits, val=readable(Run(run), splits.val))
     return [
         (short_name(splits.val.describe(index)), label, image)
         for index, label, image in validation_images(splits, count)
     ]
+
+
+def readable(run: Run, source: ImageSource) -> ImageSource:
+    """The validation images of a run without those that it skipped, as they cannot be decoded."""
+    skips = read_config(run.path).data.on_bad(training=False) == "skip"
+    if not skips or not run.predictions_file.exists():
+        return source
+    return source.subset(np.intersect1d(run.predictions().indices, np.arange(len(source))))
 
 
 def validation_images(splits: DataSplits, count: int) -> Iterator[tuple[int, str, Image.Image]]:

@@ -16,9 +16,17 @@ from safetensors.torch import load_file
 
 from locality.analysis.baselines import record_baselines
 from locality.analysis.measures import Record, measure_model
-from locality.analysis.pictures import Pictures, capture_pictures, sample, sample_at, save_pictures
+from locality.analysis.pictures import (
+    Pictures,
+    capture_pictures,
+    readable,
+    sample,
+    sample_at,
+    save_pictures,
+)
 from locality.data import DataSplits, train_loader
 from locality.data.config import InputConfig
+from locality.data.sources import ImageFingerprint
 from locality.errors import UserError, one_line
 from locality.files import read_shaped, write_atomic
 from locality.machine import arithmetic_threads, spare_threads
@@ -27,6 +35,7 @@ from locality.runs import Run
 from locality.training.config import RunConfig, read_config
 from locality.training.devices import resolve_accelerator
 from locality.training.evaluation import PredictionCollector, evaluate_run
+from locality.training.folder_checks import check_images
 from locality.training.model import initial_model, load_run, open_run_data
 from locality.training.optim import make_plan
 
@@ -68,16 +77,20 @@ def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
         raise UserError(f"the run in {folder} has not finished: it has no result.json")
     model, config = load_run(folder)
     splits = open_run_data(folder)
+    found = ImageFingerprint.of(splits)
+    check_images(run, config.data, found, run.result.get("images", found.fingerprint))
     preprocessing = config.input.at(model.img_size)
-    few = sample(splits.val, preprocessing, pictures, splits.classes)
-    save_pictures(capture_pictures(model, few), run.path / PICTURES)
-    _record_mistakes(run, model, splits, preprocessing)
     if int(run.result["steps"]):
         save_pictures(augmented(config, splits, pictures), run.path / AUGMENTED)
+    _record_predictions(run, splits)
+    val = readable(run, splits.val)
+    few = sample(val, preprocessing, pictures, splits.classes)
+    save_pictures(capture_pictures(model, few), run.path / PICTURES)
+    _record_mistakes(run, model, splits, preprocessing)
     if _snapshots(run):
         curves = json.dumps(measure_trajectory(folder, images), allow_nan=False)
         write_atomic(run.path / TRAJECTORY, curves + "\n")
-    chosen = sample(splits.val, preprocessing, images).images
+    chosen = sample(val, preprocessing, images).images
     measures = {
         "before": measure_model(initial_model(folder), chosen),
         "after": measure_model(model, chosen),
@@ -103,13 +116,16 @@ def augmented(config: RunConfig, splits: DataSplits, count: int) -> Pictures:
     return Pictures(pixels.permute(0, 2, 3, 1).numpy(), labels, [], [])
 
 
-def _record_mistakes(
-    run: Run, model: ImageClassifier, splits: DataSplits, preprocessing: InputConfig
-) -> None:
+def _record_predictions(run: Run, splits: DataSplits) -> None:
     if not run.predictions_file.exists():
         collector = PredictionCollector(len(splits.val), torch.device("cpu"))
         evaluate_run(run.path, splits=splits, on_batch=collector)
         collector.predictions(splits.val, splits.classes).write(run.predictions_file)
+
+
+def _record_mistakes(
+    run: Run, model: ImageClassifier, splits: DataSplits, preprocessing: InputConfig
+) -> None:
     predictions = run.predictions()
     wrong = predictions.indices[predictions.mistakes(MAX_MISTAKES)]
     if len(wrong):
@@ -182,7 +198,8 @@ def measure_trajectory(folder: Path | str, images: int = 256) -> Record:
     device = torch.device(resolve_accelerator("auto"))
     model = initial_model(folder).to(device)
     plan = make_plan(config, len(splits.train))
-    chosen = sample(splits.val, config.input.at(model.img_size), images).images.to(device)
+    val = readable(Run(folder), splits.val)
+    chosen = sample(val, config.input.at(model.img_size), images).images.to(device)
 
     records: list[Record] = []
     for file in files:

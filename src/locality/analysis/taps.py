@@ -78,11 +78,7 @@ def attention_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
         raise UserError(
             "attention cannot be observed inside a compiled model; pass the original model"
         )
-    found = [
-        (name, module)
-        for name, module in model.named_modules()
-        if hasattr(module, "attention_maps") or isinstance(module, _TIMM)
-    ]
+    found = [(name, module) for name, module in model.named_modules() if _is_attention(module)]
     if not found:
         raise UserError(
             f"{_called(model)} has no attention layer that can be observed; use a locality model "
@@ -90,6 +86,15 @@ def attention_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
             f"DINO, EVA, ConViT"
         )
     return found
+
+
+def has_attention(model: nn.Module) -> bool:
+    """Whether a model has attention layers that can be observed."""
+    return any(map(_is_attention, model.modules()))
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return hasattr(module, "attention_maps") or isinstance(module, _TIMM)
 
 
 def _called(model: nn.Module) -> str:

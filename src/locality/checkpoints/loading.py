@@ -191,7 +191,12 @@ def public_file(row: registry.Source) -> Path:
 
 def _open_timm(what: str, _: object) -> Opened:
     config = TimmConfig.named(what)
-    with wrap_errors(f"timm's weights of {what} could not be loaded", OSError, RuntimeError):
+    known = timm.models.get_pretrained_cfg(config.timm_name)
+    page = f"https://huggingface.co/{known.hf_hub_id}" if known and known.hf_hub_id else "its page"
+    advice = f"fetch them from {page} and give them as --model {what} --from FILE"
+    with wrap_errors(
+        f"timm's weights of {what} could not be loaded; {advice}", OSError, RuntimeError
+    ):
         model = timm.create_model(config.timm_name, pretrained=True)
     return model.state_dict(), Checkpoint(config, {}, config.name, timms_preprocessing(config))
 

@@ -215,6 +215,10 @@ def evaluate(arguments: Sequence[str]) -> None:
     splits = training.open_for(opened, chosen, config.seed, whole, not other, splits)
     if options.calibrate and (model.kind != "run" or other or changed or options.tta):
         raise UserError("--calibrate is for a run on its own validation images; omit the others")
+    if model.kind == "run" and (said := training.learnt_note(Run(model.what), splits)):
+        if options.calibrate:
+            raise UserError(f"{said}; --calibrate needs others: restore the run's images")
+        say(f"{said}, so accuracy is too high")
     seen: list[tuple[int, int, Tensor]] = []
     kept: list[tuple[Tensor, Tensor]] = []
     collector = training.PredictionCollector(len(splits.val))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from locality import checks, training
 from locality.checkpoints.registry import packaged
 from locality.commands import Parser, first_word, folder_name, images_at, peek, say
+from locality.data.config import DATASETS
 from locality.data.folder import check_root
 from locality.errors import UserError, printable, some, unknown
 from locality.files import missing, read_yaml
@@ -102,6 +103,8 @@ def _train(
 def _closing(job: Job, result: dict[str, Any], baselines: str) -> list[str]:
     """The summary printed after a run: results, folder and next commands."""
     from locality.analysis.statistics import proportion_interval
+    from locality.analysis.taps import has_attention
+    from locality.training.model import meta_model
 
     folder, predictions = job.folder.path, job.folder.predictions()
     kept, last = result.get("best_step", result["steps"]), result["steps"]
@@ -130,7 +133,8 @@ def _closing(job: Job, result: dict[str, Any], baselines: str) -> list[str]:
             f"estimate); the weights of step {last:,} are in checkpoints/last.ckpt"
         )
     run = shlex.quote(str(folder))
-    next_ones = (f"report {run} --record", f"explore {run}", f"eval {run}")
+    seen = [f"explore {run}"] * has_attention(meta_model(job.config))
+    next_ones = (f"report {run} --record", *seen, f"eval {run}")
     return [*lines, *(f"next      locality {command}" for command in next_ones)]
 
 
@@ -247,7 +251,8 @@ def prepare(
     """
     model = {key[6:]: value for key, value in given.items() if key.startswith("model.")}
     if name not in CUSTOM_DATA_RECIPES or given.get("data.root") is None:
-        if name == "finetune" and (weights := given.get("weights")):
+        weights, own = given.get("weights"), DATASETS.get(given.get("data.dataset", ""))
+        if name == "finetune" and weights and own and not own.needs_root:
             from locality.training.model import settings_from_weights
 
             given = settings_from_weights(weights, given.get("entry"), model) | dict(given)

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
+from glob import escape, glob
 from importlib.util import find_spec
 from itertools import chain, compress
 from pathlib import Path
@@ -341,8 +342,8 @@ def check_root(config: DataConfig) -> None:
     for setting in ("image_column", "label_column"):
         if getattr(config, setting) is not None and name not in ("table", "arrow"):
             raise UserError(
-                f"data.{setting} is for tables, and {config.root or name} is none; leave it out, or "
-                f"give the table as data.root"
+                f"data.{setting} is for tables, and {config.root or name} is none; leave it out, "
+                f"or give the table as data.root"
             )
     if config.root is None:
         if info.needs_root:
@@ -408,7 +409,9 @@ def _is_image(name: str) -> bool:
 
 
 def list_entries(folder: Path) -> tuple[list[str], list[str]]:
-    """The names of a folder's subfolders and of all else in it, without hidden and system files."""
+    """The names of a folder's subfolders and of all else in it, without hidden and system files,
+    and without runs, which are here if one trains in the images' folder.
+    """
     folders: list[str] = []
     others: list[str] = []
     with os.scandir(folder) as entries:
@@ -417,5 +420,15 @@ def list_entries(folder: Path) -> tuple[list[str], list[str]]:
                 continue
             # A link may lead nowhere or to itself; other entries need no further call.
             is_folder = os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
-            (folders if is_folder else others).append(entry.name)
+            if not is_folder:
+                others.append(entry.name)
+            elif not _holds_runs(entry.path):
+                folders.append(entry.name)
     return sorted(folders), sorted(others)
+
+
+def _holds_runs(folder: str) -> bool:
+    """Whether a folder is a run's, or the one of default outputs: runs/RECIPE/NAME."""
+    if os.path.basename(folder) == "runs":
+        return any(map(_holds_runs, glob(os.path.join(escape(folder), "*", "*", ""))))
+    return all(os.path.isfile(os.path.join(folder, f)) for f in ("config.yaml", "environment.json"))

@@ -432,10 +432,13 @@ class ImageFingerprint:
     def differences(self, before: Path) -> str:
         """The files that changed, are gone or are new since the table in `before`, in words."""
         old, new = _read_table(before), _parse_table(gzip.decompress(self.table))
+        gone, added = ([n for n in x if n not in y] for x, y in ((old, new), (new, old)))
+        moved = set(map(_inside, gone)) & set(map(_inside, added))
         changes = {
             "changed": [name for name in new if name in old and old[name] != new[name]],
-            "gone": [name for name in old if name not in new],
-            "new": [name for name in new if name not in old],
+            "gone": [name for name in gone if _inside(name) not in moved],
+            "new": [name for name in added if _inside(name) not in moved],
+            "on the other side of the split": sorted(moved),
         }
         return "; ".join(
             f"{len(names):,} {what}: {some(names)}" for what, names in changes.items() if names
@@ -489,7 +492,12 @@ def _content(path: str) -> str:
 def recorded_files(table: Path) -> set[tuple[str, str]]:
     """Name, without its split, and size of the files in a run's record of images, if any."""
     read = _read_table(table) if table.exists() else {}
-    return {(name.partition("/")[2], stamp.partition("\t")[0]) for name, stamp in read.items()}
+    return {(_inside(name), stamp.partition("\t")[0]) for name, stamp in read.items()}
+
+
+def _inside(name: str) -> str:
+    """A name in a table without its split."""
+    return name.partition("/")[2]
 
 
 def _read_table(path: Path) -> dict[str, str]:

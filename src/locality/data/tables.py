@@ -134,6 +134,8 @@ def _entries(
             )
         image, label, part, group = (None if n is None else row[n] for n in columns)
         assert image is not None and label is not None
+        if not image:
+            raise UserError(f"{where} names no image")
         if not config.allow_outside and not is_inside(path.parent, image):
             raise outside_error(f"{where} names '{image}'", path.parent)
         if not os.path.isfile(path.parent / image):

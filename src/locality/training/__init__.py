@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from locality.training.evaluation import evaluate_opened as evaluate_opened
     from locality.training.evaluation import evaluate_run as evaluate_run
     from locality.training.evaluation import open_for as open_for
+    from locality.training.folder_checks import learnt_note as learnt_note
     from locality.training.model import initial_model as initial_model
     from locality.training.model import load_run as load_run
     from locality.training.recipes import RECIPES as RECIPES

@@ -29,6 +29,7 @@ from locality.predictions import Predictions
 from locality.runs import Run
 from locality.training import devices
 from locality.training.config import Precision, read_config
+from locality.training.folder_checks import learnt_note
 
 _log = logging.getLogger("locality")
 
@@ -50,7 +51,9 @@ def evaluate_run(
     opened = open_model(folder)
     if data is None and options.get("splits") is None:
         Run(folder).check_images(config.data)
-        options["splits"] = open_for(opened, config.data, config.seed, recorded=True)
+        splits = options["splits"] = open_for(opened, config.data, config.seed, recorded=True)
+        if said := learnt_note(Run(folder), splits):
+            _log.warning("%s, so accuracy is too high", said)
     return evaluate_opened(opened, data or config.data, seed=config.seed, **options)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from locality.checkpoints.registry import detect_kind
 from locality.data.config import DataConfig
-from locality.data.sources import ImageFingerprint
+from locality.data.sources import DataSplits, ImageFingerprint
 from locality.errors import UserError, some, wrap_errors
 from locality.runs import Run, check_outside_runs, is_run_folder
 from locality.settings import differences
@@ -160,3 +160,11 @@ def check_images(
             f"data.on_changed_images resume"
         )
     return [changed]
+
+
+def learnt_note(run: Run, splits: DataSplits) -> str:
+    """A sentence if the run was trained on some of these validation images; "" for its own."""
+    images = ImageFingerprint.of(splits)
+    own = (run.read_result() or {}).get("images") == images.fingerprint
+    count = 0 if own or not run.images_file.exists() else images.learnt(run.images_file)
+    return f"{run.path} was trained on {count:,} of these {len(splits.val):,} images" * bool(count)

@@ -189,7 +189,7 @@ class Job:
         """The linear probe of the run's model; it chooses among `sizes`."""
         if self.probe is None:
             if self.sizes:  # nothing is checked yet, and this takes minutes
-                Job(self.config, self.folder.path, self.splits).open().check_memory()
+                Job(self.config, self.folder.path, self.splits).open().check_start()
             log = None if quiet or not self.sizes else partial(print, "locality:", file=sys.stderr)
             with doing("passing the images through the frozen network", quiet):
                 size, self.probe = probe_run(self.config, self.splits, self.sizes, log)
@@ -281,7 +281,8 @@ def check_classes(splits: DataSplits, weights: str | None) -> None:
         UserError: if not.
     """
     if len(splits.classes) < 2:
-        others = f"; bring the images of the classes of {weights}, too" * (weights is not None)
+        known = weights is not None and is_run_folder(weights)
+        others = f"; bring the images of the classes of {weights}, too" * known
         raise UserError(
             f"dataset '{splits.name}' has {len(splits.classes)} class; a classifier needs at least "
             f"two: one folder of images per class{others}"
