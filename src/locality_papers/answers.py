@@ -7,16 +7,15 @@ and any effect with fewer than three seeds.
 
 Tests are by Student's t at 5%, of differences paired by seed. Holm's correction covers the
 questions of a table or figure at a scale, the papers' and our own apart: first for a difference
-from 0 or the threshold, then, among the rest, for "less". Where a protocol was fixed first, all
-questions that it lists count, and all are "cannot tell" until the last of them has all its seeds;
-one that it does not list is marked *asked later* and corrected apart. Elsewhere those with runs
-count.
+from 0 or the threshold, then, among the rest, for "less". With a protocol, all questions
+that it lists count, and all are "cannot tell" until the last has all its seeds; others are marked
+*asked later* and corrected apart. Without one, those with runs count.
 
 The error of an effect on `digits` is over seeds, widened by √(1 + n/3) (Nadeau and Bengio, 2003),
 as every seed divides the same images again. That of accuracies elsewhere is over seeds and images,
 both as samples, models compared image by image. *Unpaired*: which images were right was not
-recorded; they count as independent, so the interval is an upper bound, "yes" and "no" are rarer,
-and the interval over seeds alone follows. Nonlocality and gates: over seeds, on the same 256
+recorded; they count as independent, so the interval is an upper bound, and that over seeds alone
+follows. Nonlocality and gates: over seeds, on the same 256
 images. Quantities computed from the models alone need no seeds.
 """
 
