@@ -93,6 +93,14 @@ def test_each_image_is_read_once_while_there_is_room(photographs, monkeypatch):
     assert source.room < 4 * 32 * 32 and not reads
 
 
+def test_training_and_validation_images_share_the_memory(class_folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "kept_bytes", lambda: 1000)
+    for part in ("train", "val"):
+        class_folders(tmp_path / part, {"ant": 1, "bee": 1})
+    splits = open_data(DataConfig("folder", str(tmp_path)), 0)
+    assert splits.train.room == splits.val.room == 500
+
+
 def test_loading_processes_share_what_is_kept(photographs, tmp_path):
     source = opened(photographs)
     expected = [batch.images for batch in eval_loader(source, SHRUNK, batch_size=4)]

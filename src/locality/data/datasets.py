@@ -58,7 +58,10 @@ def open_data(
     """
     check_root(config)
     opened = OPENERS[config.dataset](config)
-    _set_groups(config, [source for source in opened[1:] if source is not None])
+    sources = [source for source in opened[1:] if source is not None]
+    for source in sources:  # they share the memory for shrunk images
+        source.divide(len(sources))
+    _set_groups(config, sources)
     classes, train, val = _ordered(opened, names, custom=DATASETS[config.dataset].images is None)
     if config.part != (0.0, 1.0):
         train = train.subset(_slice(train, config.part, _PART_SEED))
