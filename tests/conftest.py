@@ -1,7 +1,5 @@
 """Shared fixtures, tiny runs, and an in-process executor."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import shutil

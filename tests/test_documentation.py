@@ -6,8 +6,6 @@ interpreter. Comments above a block skip it:
 words. Training is cut to two steps; long experiments are only planned.
 """
 
-from __future__ import annotations
-
 import glob
 import re
 import shlex

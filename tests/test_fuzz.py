@@ -3,8 +3,6 @@
 `FUZZ=300 pytest tests/test_fuzz.py` tries 300 of each kind.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """torch.hub's entry points, the citation, the changelog and the release script."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Links between pages resolve, and the site that `make docs` builds is complete."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Our models in timm's registry, factory, training and feature tools."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 

@@ -1,7 +1,5 @@
 """Our models in transformers' Auto classes, pipelines and Trainer, without downloads."""
 
-from __future__ import annotations
-
 import socket
 
 import numpy as np

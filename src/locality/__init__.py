@@ -7,8 +7,6 @@
 `fit` trains on a folder of images; both end in a `Run`. `open` gives images → probabilities.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Check values against types with bounds, by msgspec; errors name the setting."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import sys

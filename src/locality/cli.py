@@ -4,8 +4,6 @@ Each subcommand is a function (arguments) → exit code | None, imported when it
 `--help` is fast.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

@@ -1,7 +1,5 @@
 """User-facing errors."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import errno

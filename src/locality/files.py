@@ -1,7 +1,5 @@
 """Atomic writing, and reading with limits on size."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import gzip

@@ -1,7 +1,5 @@
 """The environment of measurements: hardware, versions and commit."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import datetime

@@ -1,7 +1,5 @@
 """The pages of a run, and its picture in notebooks."""
 
-from __future__ import annotations
-
 import base64
 import html
 import os

@@ -1,7 +1,5 @@
 """The predictions of a run's validation images: predictions.csv, confusion and calibration."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,7 +49,7 @@ class Predictions:
         write_atomic(path, csv_text([_COLUMNS, *rows]))
 
     @classmethod
-    def read(cls, path: Path, classes: list[str]) -> Predictions:
+    def read(cls, path: Path, classes: list[str]) -> "Predictions":
         """Read what `write` wrote.
 
         Raises:

@@ -1,7 +1,5 @@
 """News of what is being done, at least every ten seconds; durations and sizes in words."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading

@@ -6,8 +6,6 @@ Images are limited in bytes and pixels; one at a time is decoded and classified,
 Requests cannot name files, and none are written.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

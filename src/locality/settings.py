@@ -5,8 +5,6 @@ docstring is the help. The settings of a field that has several types, a model's
 value.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math

@@ -1,7 +1,5 @@
 """Render pages from a package's templates; pictures inside of them."""
 
-from __future__ import annotations
-
 import base64
 import functools
 import io

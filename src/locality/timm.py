@@ -5,8 +5,6 @@ Each model `NAME` is registered as `locality_NAME`, which shadows no timm model:
 and `features_only=True` work too. Public weights keep their tags: `locality_convit_tiny.fb_in1k`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ Auto classes, pipelines and `Trainer` then support them. `from_locality` convert
 and all commands open folders written by `save_pretrained` or `Trainer`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Iterator

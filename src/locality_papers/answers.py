@@ -19,8 +19,6 @@ follows. Nonlocality and gates: over seeds, on the same 256
 images. Quantities computed from the models alone need no seeds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path

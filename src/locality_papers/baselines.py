@@ -1,7 +1,5 @@
 """Beyond the papers: models compared with a CNN and with baselines on pixels."""
 
-from __future__ import annotations
-
 from sklearn.metrics.pairwise import rbf_kernel
 from sklearn.svm import SVC
 

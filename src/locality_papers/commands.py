@@ -1,7 +1,5 @@
 """The study's commands: `locality reproduce` and `locality search`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

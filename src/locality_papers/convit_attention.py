@@ -1,7 +1,5 @@
 """ConViT's figures of attention: nonlocality and gates over training, maps, architecture."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path

@@ -1,12 +1,10 @@
 """ConViT's accuracy curves over data, sizes, layers and epochs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from locality.figures.charts import percent
-from locality.training.cost import image_counts
+from locality.training.cost import cost, image_counts
 from locality_papers import published
 from locality_papers.convit_tables import INGREDIENTS
 from locality_papers.experiment import Experiment, experiment, line, relative_gain, shaded
@@ -16,7 +14,6 @@ from locality_papers.measures import (
     LEARNING_CURVE,
     TOP1,
     TOP1_EARLY,
-    parameters,
     top1_at,
 )
 from locality_papers.runs import FAMILIES, Scale, variation
@@ -45,7 +42,7 @@ def add_accuracy_by_size(
     panels: dict[str, list[Any]] = {"Here": []}
     for role, seeds in roles.items():
         config = s.runs(role, seeds=s.seeds[:1])[0].config
-        size = parameters(config.model, image_counts(config)[2]) / 1e6
+        size = cost(config.model, image_counts(config)[2]).parameters / 1e6
         key = t.run(role, "top1", TOP1, role, seeds=seeds)
         panels["Here"].append(_point(role, size, key))
     for title, rows in printed.items():

@@ -1,7 +1,5 @@
 """ConViT's tables."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """CvT's accuracy, compared with other models, and after transfer to other images."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from locality.data.config import AugmentConfig, DataConfig, InputConfig

@@ -1,7 +1,5 @@
 """CvT's architectures and ablations."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any
@@ -12,10 +10,10 @@ from torch import nn
 from locality.models import build
 from locality.models.cvt import Projection
 from locality.models.variants import named
-from locality.training.cost import forward_macs
+from locality.training.cost import cost
 from locality_papers import diagrams, published
 from locality_papers.experiment import A_POINT, STANDARD, Column, Experiment, experiment
-from locality_papers.measures import TOP1, ask_fewer, count, count_role, parameters, percent_saved
+from locality_papers.measures import TOP1, ask_fewer, count, count_role, percent_saved
 from locality_papers.runs import PAPERS_MODELS, Scale, variation
 
 
@@ -113,12 +111,10 @@ def figure_3(t: Experiment, s: Scale) -> None:
         "(c) squeezed": {},
     }
     linear, convolutional, _ = projections
-    for column, what, counted in (
-        ("parameters", "parameters", parameters), ("flops", "MACs", forward_macs)
-    ):  # fmt: skip
+    for n, (column, what) in enumerate([("parameters", "parameters"), ("flops", "MACs")]):
         for row in (linear, convolutional):
             config = named("cvt_13", **projections[row])
-            t.fixed(row, column, partial(counted, config, 1000))
+            t.fixed(row, column, partial(lambda config, n: cost(config, 1000)[n], config, n))
         text = f"Does convolutional projection add a negligible part of {what} (below 1%)?"
         effect = partial(_added, convolutional, linear, column)
         t.ask(text, effect, where="§3.2.2", unit="%", threshold=1.0, side=-1)

@@ -3,8 +3,6 @@
 As in ConViT's Fig. 4 and CvT's Figs. 2 and 3, with the actual shapes and sizes of the model.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import groupby

@@ -5,8 +5,6 @@ cells, `lambda v: v["5%", "ConViT-S"] - v["5%", "DeiT-S"]`, written once and app
 by seed (a pandas Series for each cell), to the paper's numbers, and to the means.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

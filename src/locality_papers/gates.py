@@ -1,7 +1,5 @@
 """Beyond the papers: why gates move little in short runs, and whether they depend on the images."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from itertools import pairwise

@@ -4,8 +4,6 @@ As in ConViT's Figs. 3, 7, 15, 16 and 17, the query is boxed and colours are log
 from white (content) to red (position) shows a head's gate.
 """
 
-from __future__ import annotations
-
 import string
 from collections.abc import Sequence
 from typing import Any

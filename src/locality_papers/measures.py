@@ -1,11 +1,8 @@
 """Measures of finished runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cache
 from statistics import fmean
 from typing import Any
 
@@ -17,10 +14,9 @@ from locality.analysis.recording import measure_trajectory
 from locality.checkpoints import open_model
 from locality.data.loader import Batch
 from locality.errors import UserError
-from locality.models import build, count_parameters
 from locality.runner.runs import Request
 from locality.training.config import RunConfig, ScheduleConfig
-from locality.training.cost import forward_macs, image_counts
+from locality.training.cost import cost, image_counts
 from locality.training.evaluation import evaluate_opened
 from locality.training.optim import create_schedule, make_plan
 from locality_papers.experiment import Effect, Experiment
@@ -192,17 +188,10 @@ def summed_rate(config: RunConfig) -> float:
     return config.optim.position_lr_factor * total
 
 
-@cache
-def parameters(architecture: Any, classes: int) -> int:
-    """The number of parameters of a model."""
-    with torch.device("meta"):
-        return count_parameters(build(architecture, num_classes=classes))
-
-
 def count(t: Experiment, row: str, model: Callable[[], Any]) -> None:
     """Add a model's parameters in millions and multiply-accumulates in billions."""
-    t.fixed(row, "parameters", lambda: parameters(*model()) / 1e6)
-    t.fixed(row, "flops", lambda: forward_macs(*model()) / 1e9)
+    t.fixed(row, "parameters", lambda: cost(*model()).parameters / 1e6)
+    t.fixed(row, "flops", lambda: cost(*model()).macs / 1e9)
 
 
 def percent_saved(small: Key, large: Key) -> Effect:

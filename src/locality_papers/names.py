@@ -1,7 +1,5 @@
 """Names and titles of the experiments, known without importing them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

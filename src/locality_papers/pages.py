@@ -6,8 +6,6 @@ of superseded runs stays as it was written. Pictures that exist are kept, as ano
 matplotlib draws other pixels; delete one to redraw it.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Panels side by side, from plain records."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

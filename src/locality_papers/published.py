@@ -7,8 +7,6 @@ A number is identified by its table or figure, row and metric:
 If a paper contradicts itself, a `note` says the other number.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """`locality reproduce`: all tables and figures by name, from runs to files."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -6,8 +6,6 @@ experiment is defined once. The study's scales are in `scales.yaml`; `reproduce 
 their cost.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field

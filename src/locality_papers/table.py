@@ -5,8 +5,6 @@ A record has what tables and curves need of a finished run: its configuration by
 predicts correctly, a bit each. Recorded runs are found by the values of their configuration.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json
@@ -57,16 +55,11 @@ def packed(right: npt.NDArray[np.bool_]) -> str:
     return base64.b64encode(np.packbits(right).tobytes()).decode()
 
 
-def read_lines(path: Path) -> list[Record]:
-    """The values in a compressed JSON-lines file."""
-    lines = gunzip(path, "file of recorded runs", 16 * LARGEST_TEXT).decode().splitlines()
-    return [parse_json(line, str(path)) for line in lines]
-
-
 def read_records(path: Path) -> list[Record]:
     """The records in a file."""
     with wrap_errors(f"{path} is not a file of recorded runs", ValueError, KeyError, TypeError):
-        records = read_lines(path)
+        lines = gunzip(path, "file of recorded runs", 16 * LARGEST_TEXT).decode().splitlines()
+        records = [parse_json(line, str(path)) for line in lines]
         for record in records:
             dict(record["config"]), dict(record["result"])
     return records
@@ -141,10 +134,10 @@ class Measure:
     name: str
     read: Callable[[Record], Any] | None = field(default=None, compare=False)
     take: Callable[[Request], Any] | None = field(default=None, compare=False)
-    needs: Measure | None = None
+    needs: "Measure | None" = None
     accuracy: bool = False
     right: Callable[[Record], str | None] | None = field(default=None, compare=False)
-    before: Measure | None = None
+    before: "Measure | None" = None
 
     def __call__(self, run: Request, record: Record) -> Any:
         """The value: read, kept, or taken now."""
@@ -163,7 +156,7 @@ class Measure:
             write_atomic(path, json.dumps(record["measures"], allow_nan=False) + "\n")
         return record["measures"][self.name]
 
-    def then(self, name: str, function: Callable[[Any], float]) -> Measure:
+    def then(self, name: str, function: Callable[[Any], float]) -> "Measure":
         """A number computed from this kept measure."""
         key = self.name
         return Measure(name, lambda record: function(record["measures"][key]), needs=self)

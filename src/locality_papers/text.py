@@ -1,7 +1,5 @@
 """An experiment's results as Markdown and CSV."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence

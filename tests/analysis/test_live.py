@@ -1,7 +1,5 @@
 """The live page's JavaScript matches PyTorch."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """config.json of timm and transformers: every field gives what their own code gives, or is said."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

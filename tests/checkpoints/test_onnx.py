@@ -1,7 +1,5 @@
 """Exported graphs match the model, and every source opens the same way."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

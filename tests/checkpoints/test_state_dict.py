@@ -1,7 +1,5 @@
 """Untrusted weight files: accepted, refused, never executed."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import pathlib

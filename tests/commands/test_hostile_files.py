@@ -1,7 +1,5 @@
 """Commands refuse hostile and odd files in one sentence that names the file."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

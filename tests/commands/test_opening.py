@@ -1,7 +1,5 @@
 """Every command that takes a model accepts all forms of it, or refuses alike."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

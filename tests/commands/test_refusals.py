@@ -1,7 +1,5 @@
 """A refused command leaves every byte of a run's folder as it was."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -208,17 +208,6 @@ def test_colours_of_a_batch_are_what_torchvision_makes_of_each_image():
         assert torch.allclose(mine, adjust_saturation(image, saturation), atol=1e-3)
 
 
-@pytest.mark.parametrize("size", [8, (8, 12)])
-@pytest.mark.parametrize("crop_pct", [1.0, 0.875])
-def test_evaluation_is_what_timm_does(size, crop_pct):
-    source = Files(6, size=(30, 21))
-    preprocessing = Preprocessing(size, crop_pct=crop_pct)
-    timm = create_transform(size, interpolation="bicubic", crop_pct=crop_pct)
-    (batch,) = eval_loader(source, preprocessing, batch_size=6)
-    for image, index in zip(batch.images, batch.indices, strict=True):
-        assert torch.equal(image, timm(source.read(index)))
-
-
 # At magnitude 10 posterize keeps 0 bits; newer Pillow refuses this.
 @pytest.mark.parametrize("policy", ["rand-m10-n8-inc1", "augmix-m3-w3", "original", "v0", "3a"])
 @pytest.mark.parametrize("crop", ["resized", "pad", "none"])

@@ -1,7 +1,5 @@
 """The digits scale, tiny."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

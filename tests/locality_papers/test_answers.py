@@ -1,7 +1,5 @@
 """Answers to questions: the sign of an effect, a bound, and corrections for many questions."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

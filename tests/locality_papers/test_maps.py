@@ -1,7 +1,5 @@
 """Maps: one panel per head, correct values, valid files."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Pages are made from records only, with answers at every scale beside the paper's."""
 
-from __future__ import annotations
-
 import csv
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Consistency of the published numbers, with each other and with our models."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

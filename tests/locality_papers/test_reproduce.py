@@ -1,7 +1,5 @@
 """Experiments by name: built at every scale, run at a tiny scale, written in every format."""
 
-from __future__ import annotations
-
 import csv
 import io
 from dataclasses import replace

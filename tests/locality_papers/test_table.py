@@ -1,7 +1,5 @@
 """Records of runs, and effects of their values over seeds and images."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import math

@@ -1,16 +1,11 @@
 """Many runs: results, order, failures and kills."""
 
-from __future__ import annotations
-
 import os
-import subprocess
-import sys
 import time
 from typing import ClassVar
 
 import pytest
 
-from locality import settings
 from locality.errors import UserError
 from locality.runner.runs import (
     LocalExecutor,
@@ -155,53 +150,6 @@ def test_workers_give_the_same_numbers_bit_for_bit_and_one_that_dies_is_replaced
     assert errors[2:] == ["", ""]
     for one, other in zip(alone, together, strict=True):
         assert_same_run(one.folder, other.folder)
-
-
-KILLED = """
-import sys
-from pathlib import Path
-from locality.runner.runs import run_all
-from locality.runner.runs import Request
-from locality import settings
-from locality.training import RunConfig
-
-if __name__ == "__main__":
-    root = Path(sys.argv[1])
-    texts = [path.read_text() for path in sorted(root.glob("*.yaml"))]
-    configs = [settings.from_yaml(RunConfig, text) for text in texts]
-    runs = [Request(str(config.seed), config, root / str(config.seed)) for config in configs]
-    errors = [outcome.error for outcome in run_all(runs, 1, threads=1, quiet=True)]
-    assert errors == [None] * 3, errors
-"""
-
-
-@pytest.mark.slow
-def test_a_table_killed_in_the_middle_finishes_when_started_again(tmp_path, tiny_config, here):
-    script, root = tmp_path / "table.py", tmp_path / "killed"
-    script.write_text(KILLED)
-    root.mkdir()
-    configs = [tiny_config(seed=0)]
-    configs += [
-        tiny_config(seed=seed, schedule__steps=24, schedule__eval_every=3.0) for seed in (1, 2)
-    ]
-    for config in configs:
-        (root / f"{config.seed}.yaml").write_text(settings.to_yaml(config))
-    started = subprocess.Popen([sys.executable, str(script), str(root)])
-    deadline = time.monotonic() + 300
-    while not (root / "1" / "metrics.csv").exists() and time.monotonic() < deadline:
-        assert started.poll() is None
-        time.sleep(0.02)
-    started.kill()
-    started.wait()
-    finished = root / "0" / "result.json"
-    before = finished.read_bytes(), finished.stat().st_mtime_ns
-    assert not (root / "2" / "result.json").exists()
-    subprocess.run([sys.executable, str(script), str(root)], check=True, timeout=600)
-    assert (finished.read_bytes(), finished.stat().st_mtime_ns) == before
-    whole = [Request("", config, tmp_path / "whole" / str(config.seed)) for config in configs]
-    run_all(whole, executor=here, quiet=True)
-    for config in configs:
-        assert_same_run(root / str(config.seed), whole[config.seed].folder)
 
 
 class Telling(Request):

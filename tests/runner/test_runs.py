@@ -1,7 +1,5 @@
 """Runs as requests: identity and order."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

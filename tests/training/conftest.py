@@ -1,7 +1,5 @@
 """Runs small enough to be repeated many times."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

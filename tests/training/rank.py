@@ -6,8 +6,6 @@ fourth step: "SIGTERM", "SIGINT" or "SIGKILL"; "machine" hits it and the launche
 REPORTS/rank-N.json: exit code, threads, children and shared memory. SIGABRT prints a traceback.
 """
 
-from __future__ import annotations
-
 import atexit
 import faulthandler
 import json

@@ -1,7 +1,5 @@
 """Settings chosen for a custom dataset, and kept on resuming."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

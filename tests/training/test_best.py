@@ -1,7 +1,5 @@
 """The best evaluation's weights are kept, and patience ends training."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoints are complete or refused, and the previous one is kept."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

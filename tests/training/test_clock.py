@@ -1,7 +1,5 @@
 """Runs of minutes: the clock decides the length once; all else is a function of the step."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """A run's configuration: validated, written and read without loss."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, Literal
 

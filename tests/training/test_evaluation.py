@@ -1,7 +1,5 @@
 """Accuracy and loss against a hand count."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Damaged or changed images before, during and between runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Signals, killed processes, faults and bad losses: when a run stops, and what it saves."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Several processes, started by torchrun or srun: the same samples, sums and faults as one."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

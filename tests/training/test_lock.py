@@ -1,7 +1,5 @@
 """One run folder, one run."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

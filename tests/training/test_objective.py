@@ -1,7 +1,5 @@
 """Losses, mixing and teachers against their formulas."""
 
-from __future__ import annotations
-
 import pytest
 import timm
 import torch
@@ -16,10 +14,10 @@ from locality.data.sampling import seed_generators
 from locality.errors import UserError
 from locality.models import build
 from locality.training import ObjectiveConfig
+from locality.training.folder_checks import check_places
 from locality.training.objective import (
     Objective,
     Teacher,
-    check_teacher,
     class_weights,
     load_teacher,
 )
@@ -146,7 +144,7 @@ def test_public_weights_can_be_the_teacher(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "snapshot_download", lambda repo, **_: tmp_path)
     model = timm.create_model("deit_tiny_patch16_224")
     save_file(model.state_dict(), tmp_path / "model.safetensors")
-    check_teacher("deit_tiny.fb_in1k")
+    check_places(tiny(objective__teacher="deit_tiny.fb_in1k"), tmp_path / "run")
     loaded, (note,) = load_teacher("deit_tiny.fb_in1k", Preprocessing(), range(1000))
     images = torch.randn(1, 3, 224, 224)
     with torch.no_grad():
@@ -167,7 +165,7 @@ def test_a_run_can_be_the_teacher(tmp_path):
 def test_teachers_that_are_refused(tmp_path):
     for teacher, named in {"convit_tiny": "weights", str(tmp_path / "none"): "none"}.items():
         with pytest.raises(UserError, match=rf"objective\.teacher.*{named}"):
-            check_teacher(teacher)
+            check_places(tiny(objective__teacher=teacher), tmp_path / "run")
     for settings, named in (({"in_chans": 1}, "1 channel"), ({}, "1000 classes")):
         saved = locality.save(build("timm/test_vit", **settings), tmp_path / named)
         with pytest.raises(UserError, match=named):

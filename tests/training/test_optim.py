@@ -1,7 +1,5 @@
 """Plan, parameter groups, optimiser, schedule, and golden losses."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools

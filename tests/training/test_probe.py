@@ -1,7 +1,5 @@
 """The linear probe: scikit-learn's classifier as the model's head, and fine-tuning from it."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

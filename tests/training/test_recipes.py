@@ -1,7 +1,5 @@
 """The recipes hold the papers' values, can all be built, and run with a small model and dataset."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An interrupted run ends exactly as an uninterrupted one."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Run folders: contents, ownership and reading."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

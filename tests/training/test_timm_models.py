@@ -1,7 +1,5 @@
 """timm's models train, save and run like ours."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from PIL import Image

@@ -3,8 +3,6 @@
 They are deterministic and untuned, so runs on the same images have the same baselines.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -11,8 +11,6 @@ The live page runs small models: it holds their weights in half precision and a 
 as the user changes gates and the strength of locality.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import zlib
@@ -28,12 +26,13 @@ from torch import Tensor, nn
 
 from locality.analysis.measures import measure_model, nonlocality_unit, positional_vectors
 from locality.analysis.pictures import DECADES
-from locality.analysis.taps import LayerView, capture, eval_mode, mixed_attention
+from locality.analysis.taps import LayerView, capture, mixed_attention
 from locality.checkpoints import Classifier
 from locality.data.config import Preprocessing
 from locality.data.preprocessing import high_resolution_crop
 from locality.errors import UserError
 from locality.files import atomic_file
+from locality.layers.block import eval_mode
 from locality.models.config import ViTConfig
 from locality.models.transformer import position_embedding
 from locality.models.variants import FAMILY_NAMES, family_of

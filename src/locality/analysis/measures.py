@@ -7,8 +7,6 @@ are class tokens, also for a coarser key grid; patches follow. Distances are in 
 tokens. A measure is one number per image and head, (B, h); `measure_model` returns their means.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from locality.analysis.taps import LayerView, capture, eval_mode, positional_vectors
+from locality.analysis.taps import LayerView, capture, positional_vectors
 from locality.errors import UserError
+from locality.layers.block import eval_mode
 from locality.layers.grid import Grid
 
 Record = dict[str, Any]

@@ -4,8 +4,6 @@ Images are chosen deterministically. Drawing the maps later needs neither the mo
 files.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,13 +16,14 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from locality.analysis.taps import LayerView, capture, eval_mode
+from locality.analysis.taps import LayerView, capture
 from locality.data.config import InputConfig
 from locality.data.folder import short_name
 from locality.data.preprocessing import eval_transform, normalise
 from locality.data.sources import DataSplits, ImageSource
 from locality.errors import UserError, wrap_errors
 from locality.files import atomic_file, open_file, parse_json
+from locality.layers.block import eval_mode
 from locality.layers.grid import Grid
 from locality.runs import Run
 from locality.training.config import read_config

@@ -4,8 +4,6 @@
 snapshots of its weights (`schedule.snapshot_every`).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import replace

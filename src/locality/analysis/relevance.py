@@ -3,8 +3,6 @@
 Shapes:  B images · h heads · N tokens, class tokens first · (H, W) patches
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -17,11 +15,11 @@ from locality.analysis.taps import (
     LayerView,
     attention_layers,
     capture,
-    eval_mode,
     head_off,
     output_projection,
 )
 from locality.errors import UserError
+from locality.layers.block import eval_mode
 
 
 def rollout(views: Sequence[LayerView]) -> Tensor:

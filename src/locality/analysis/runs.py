@@ -3,8 +3,6 @@
 A pair of groups is a ConViT and the DeiT of its size, with their paired differences.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -10,8 +10,6 @@ Two things vary between repetitions of an experiment: the run (its seed), and th
   overlap, so their spread is too small by `shared` (Nadeau & Bengio, 2003).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

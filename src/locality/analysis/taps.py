@@ -18,11 +18,9 @@ To bound memory, pass `on_layer`: it receives each layer's view, which is then d
 Masks (ConViT appendix F, Tables 5 and 6) replace parameters temporarily; none is modified.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +33,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from locality.errors import UserError
-from locality.layers.block import AttentionMaps, prefix_length, switched
+from locality.layers.block import AttentionMaps, prefix_length, replaced, switched
 from locality.layers.grid import Grid
 from locality.layers.position import positional_attention
 
@@ -164,16 +162,6 @@ def capture(
         yield views
 
 
-@contextlib.contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Context manager: evaluation mode without gradients."""
-    with torch.no_grad(), contextlib.ExitStack() as undo:
-        for module in model.modules():  # of which some may be in evaluation mode
-            undo.callback(setattr, module, "training", module.training)
-        model.eval()
-        yield
-
-
 def _chosen(layers: Sequence[int] | None, depth: int) -> list[int]:
     if layers is None:
         return list(range(depth))
@@ -256,14 +244,11 @@ def _fused_arguments(
     name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of a timm module, (B, h, N, d) each."""
-    was_fused, module.fused_attn = module.fused_attn, True
     try:
-        with _Fused():
+        with replaced([(module, "fused_attn", True)]), _Fused():
             module.forward(*args, **kwargs)
     except _Found as found:
         q, k, v, given = found.args
-    finally:
-        module.fused_attn = was_fused
     if given.get("attn_mask") is not None or given.get("is_causal"):
         raise UserError(f"{name} was called with an attention mask, which is not supported")
     return q, k, v
@@ -336,7 +321,7 @@ def head_off(model: nn.Module, layer: int, head: int) -> contextlib.AbstractCont
         raise UserError(f"head {head} is out of range; {name} has heads 0 to {heads - 1}")
     weight = projection.weight.detach().clone()
     weight.unflatten(1, (heads, -1))[:, head] = 0
-    return _replaced([(projection, "weight", weight)])
+    return _masked([(projection, "weight", weight)])
 
 
 def output_projection(name: str, module: nn.Module) -> nn.Linear:
@@ -372,14 +357,13 @@ def _filled(
 ) -> contextlib.AbstractContextManager[None]:
     """Context manager: replace parameters by constants of the same shape."""
     constants = [(m, name, torch.full_like(getattr(m, name), value)) for m, name in places]
-    return _replaced(constants)
+    return _masked(constants)
 
 
-@contextlib.contextmanager
-def _replaced(values: list[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
+def _masked(
+    values: Iterable[tuple[nn.Module, str, Tensor]],
+) -> contextlib.AbstractContextManager[None]:
     """Context manager: replace parameters of modules by other values."""
-    with contextlib.ExitStack() as undo:
-        for module, name, value in values:
-            undo.callback(setattr, module, name, getattr(module, name))
-            setattr(module, name, nn.Parameter(value, requires_grad=False))
-        yield
+    return replaced(
+        (m, name, nn.Parameter(value, requires_grad=False)) for m, name, value in values
+    )

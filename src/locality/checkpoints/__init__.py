@@ -3,8 +3,6 @@
 Names are imported on first use, so that public weights can be listed without torch.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from locality import lazily

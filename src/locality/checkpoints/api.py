@@ -3,8 +3,6 @@
 A `Classifier` is a model with its preprocessing and class names.
 """
 
-from __future__ import annotations
-
 import html
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -98,7 +96,7 @@ class Classifier:
         name: str | None = None,
         preprocessing: Preprocessing | None = None,
         classes: Sequence[str] | None = None,
-    ) -> Classifier:
+    ) -> "Classifier":
         """A classifier around a model, which is set to evaluation mode.
 
         Preprocessing and class names are by default those it was loaded with, else ImageNet's at
@@ -257,11 +255,11 @@ class Classifier:
             found[f"{name} ({index})" if name in found else name] = value
         return found
 
-    def flipped(self) -> Classifier:
+    def flipped(self) -> "Classifier":
         """The same model with test-time augmentation, see `Flipped`."""
         return replace(self, logits=partial(_without_gradients, Flipped(self.logits)))
 
-    def with_classes(self, names: Sequence[str]) -> Classifier:
+    def with_classes(self, names: Sequence[str]) -> "Classifier":
         """The same model with the class names of its outputs, see `class_map`."""
         return replace(self, classes=class_map(self, self.num_classes, names))
 

@@ -11,8 +11,6 @@ timm's `save_for_hf` writes the name and arguments of a model. transformers' `sa
 writes a format for each kind of model, of which CvT's is read, and preprocessing in a second file.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -4,8 +4,6 @@ Sources are run folders, saved folders, weight files of any known format, public
 models and repositories on the Hugging Face hub.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -6,8 +6,6 @@ unpickler for tensors and containers. A saved model is a folder with `model.safe
 loaded by itself.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json
@@ -277,7 +275,7 @@ class Checkpoint:
         preprocessing: Preprocessing | None = None,
         classes: Sequence[str] | None = None,
         figures: Mapping[str, Any] | None = None,
-    ) -> Checkpoint:
+    ) -> "Checkpoint":
         """The checkpoint of a model; its weights are copied to the CPU.
 
         Preprocessing and class names are by default those it was loaded with.
@@ -304,7 +302,7 @@ class Checkpoint:
         about = inner.variant, preprocessing or known.preprocessing, names, known.problem_type
         return cls(inner.config, state, *about, figures, known.temperature)
 
-    def with_classes(self, names: Sequence[str]) -> Checkpoint:
+    def with_classes(self, names: Sequence[str]) -> "Checkpoint":
         """The same model with the class names of its outputs, see `class_map`."""
         return dataclasses.replace(self, classes=class_map(self, self.config.num_classes, names))
 
@@ -344,7 +342,7 @@ class Checkpoint:
         }
 
     @classmethod
-    def from_description(cls, content: Any) -> Checkpoint:
+    def from_description(cls, content: Any) -> "Checkpoint":
         """The checkpoint of the content of `config.json`, without weights.
 
         Missing settings get their defaults, so that older files can be read.

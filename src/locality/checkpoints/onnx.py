@@ -1,7 +1,5 @@
 """ONNX graphs, which run without this library: write and open them."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

@@ -6,8 +6,6 @@ a dot, and a tag for who trained it on what: `convit_tiny.fb_in1k`. The first ta
 loaded by `create_model(model, pretrained=True)`.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

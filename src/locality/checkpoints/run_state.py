@@ -5,8 +5,6 @@ A file is a line of text with the SHA-256 and the size of the rest, followed by 
 checkpoint replaces the old one only when it is on disk; the old one is kept as `previous.ckpt`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`locality demo`: weights of this package, fine-tuned on scikit-image's photographs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`locality models`, `convert` and `export`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

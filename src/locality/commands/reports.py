@@ -1,7 +1,5 @@
 """`locality report` and `compare`: HTML pages from runs."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Names are imported when they are first used, so that the configurations alone load without torch.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from locality import lazily

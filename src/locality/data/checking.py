@@ -1,7 +1,5 @@
 """Faults of images: the report of `locality data check`, and checks before a run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

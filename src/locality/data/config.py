@@ -1,7 +1,5 @@
 """Configuration of data: the dataset, preprocessing and augmentation."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A folder of images for examples, from scikit-image's photographs."""
 
-from __future__ import annotations
-
 import importlib.util
 import random
 from pathlib import Path

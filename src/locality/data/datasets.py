@@ -4,8 +4,6 @@ From torchvision readers that decode files themselves, only the (private) lists 
 are used, so that one decoding policy applies to all images.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import os

@@ -12,8 +12,6 @@
   orientation of a TIFF always applies.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import importlib

@@ -6,8 +6,6 @@ file by the next one, with its label. Here the training folder's sorted class na
 classes once, and a broken file is an error.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -6,8 +6,6 @@ for any number of processes, accumulated micro-batches and workers. A position d
 Its only state is a cache of decoded and resized images.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import multiprocessing.queues
@@ -57,7 +55,7 @@ class Batch:
     targets: torch.Tensor
     indices: Indices
 
-    def pin_memory(self) -> Batch:
+    def pin_memory(self) -> "Batch":
         """The same batch in page-locked memory, for asynchronous copies to a GPU."""
         return replace(self, images=self.images.pin_memory(), targets=self.targets.pin_memory())
 

@@ -1,7 +1,5 @@
 """Images in memory: single pictures, and datasets written to files, which runs read and resume."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import tempfile

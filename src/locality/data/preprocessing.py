@@ -4,8 +4,6 @@ Two stages keep small images cheap: a transform per image returns a uint8 tensor
 turns a whole batch into floats. Together they give the same result as timm's pipeline.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

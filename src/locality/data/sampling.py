@@ -10,8 +10,6 @@ shuffle, the permutation needs no memory, can start in the middle, and does not 
 versions.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The charts of a report: groups of runs compared by accuracy, gates and nonlocality."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from textwrap import fill
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Curves over training, from measurements of snapshots."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Style of all figures: a colour-blind-safe palette, PNG and SVG output."""
 
-from __future__ import annotations
-
 import contextlib
 import html
 import io

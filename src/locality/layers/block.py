@@ -3,10 +3,8 @@
 Shapes:  B batch · N tokens · C width · (H, W) token grid
 """
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -137,25 +135,33 @@ class _Recomputing:
 
 
 @contextlib.contextmanager
-def frozen_statistics(module: nn.Module) -> Iterator[None]:
-    """Context manager: BatchNorm updates copies of its running statistics."""
-    norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
+def replaced(values: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Context manager: set attributes, given as (object, name, value)."""
     with contextlib.ExitStack() as undo:
-        for norm in norms:
-            for name, buffer in [*norm.named_buffers()]:
-                undo.callback(setattr, norm, name, buffer)
-                setattr(norm, name, buffer.clone())
+        for owner, name, value in [*values]:
+            undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
         yield
 
 
-@contextlib.contextmanager
-def switched(model: nn.Module, **switches: bool) -> Iterator[None]:
+def frozen_statistics(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Context manager: BatchNorm updates copies of its running statistics."""
+    norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
+    return replaced((n, name, b.clone()) for n in norms for name, b in n.named_buffers())
+
+
+def switched(model: nn.Module, **switches: bool) -> contextlib.AbstractContextManager[None]:
     """Context manager: set attributes of all modules that have them, such as `shortcuts`."""
-    with contextlib.ExitStack() as undo:
-        for module in model.modules():
-            for name in switches.keys() & vars(module).keys():
-                undo.callback(setattr, module, name, vars(module)[name])
-                setattr(module, name, switches[name])
+    modules = [*model.modules()]
+    return replaced((m, k, v) for k, v in switches.items() for m in modules if k in vars(m))
+
+
+@contextlib.contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Context manager: evaluation mode without gradients."""
+    modes = [(module, "training", module.training) for module in model.modules()]
+    with torch.no_grad(), replaced(modes):  # of which some may be in evaluation mode
+        model.eval()
         yield
 
 

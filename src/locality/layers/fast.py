@@ -9,8 +9,6 @@
 - `fold` merges layers of a copy that does not train.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

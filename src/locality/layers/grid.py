@@ -1,7 +1,5 @@
 """Sizes of token grids after convolutions, and layer widths, without torch."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from locality.errors import UserError

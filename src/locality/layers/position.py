@@ -17,8 +17,6 @@ attention, N×N per head (`attend_jointly`).
 Functions marked `torch.fx.wrap` are one node in a traced graph, which takes any grid.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence
@@ -92,7 +90,7 @@ class Separable(NamedTuple):
     columns: Tensor
 
     @classmethod
-    def of(cls, v_pos: Tensor, grid: Grid, dtype: torch.dtype) -> Separable:
+    def of(cls, v_pos: Tensor, grid: Grid, dtype: torch.dtype) -> "Separable":
         """The factors of v_pos, (…, h, 3) for any number of layers."""
         scores = axis_scores(in_full(v_pos), grid)
         rows, columns = (score.softmax(dim=-1).to(dtype) for score in scores)

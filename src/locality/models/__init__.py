@@ -3,8 +3,6 @@
 Names are imported on first use, so that the table and the configurations load without torch.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from locality import lazily

@@ -1,7 +1,5 @@
 """What all models share, timm's too."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any, Self
 

@@ -1,7 +1,5 @@
 """Configurations of the models: DeiT and ConViT, CvT, and timm's."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -496,7 +494,7 @@ class TimmConfig:
         return resolve_data_config(pretrained_cfg=_pretrained_cfg(self.timm_name).to_dict())
 
     @classmethod
-    def named(cls, name: str) -> TimmConfig:
+    def named(cls, name: str) -> "TimmConfig":
         """timm's default configuration of the model "timm/NAME".
 
         Raises:
@@ -505,7 +503,7 @@ class TimmConfig:
         cfg = _pretrained_cfg(name.removeprefix(PREFIX))
         return cls(name=name, num_classes=cfg.num_classes, img_size=cfg.input_size[1:])
 
-    def with_overrides(self, **fields: Any) -> TimmConfig:
+    def with_overrides(self, **fields: Any) -> "TimmConfig":
         """This configuration with some settings changed; unknown ones are passed to timm.
 
         None keeps a field, and leaves an argument to timm. An argument is also known by its dotted

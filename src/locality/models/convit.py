@@ -21,8 +21,6 @@ A layer's formula is its `mix`, whatever computes it. `layers/position.py` compu
 softmax(v_pos·r) V without an N×N matrix; `attention_maps` returns the matrices, for inspection.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -20,8 +20,6 @@ Tokens (B, N, C) have the memory layout of a channels-last image (B, C, H, W). T
 work on that view, without a transpose.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Build models by name: this library's, or timm's ("timm/NAME") with the same interface."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -12,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from locality.errors import UnknownSetting, UserError, wrap_errors
-from locality.layers.block import switched
+from locality.layers.block import eval_mode, switched
 from locality.models.base import ImageClassifier
 from locality.models.config import Architecture, CvTConfig, TimmConfig, ViTConfig, to_2tuple
 from locality.models.convit import VisionTransformer
@@ -154,8 +152,7 @@ def count_macs(model: ImageClassifier, img_size: int | tuple[int, int] | None = 
         images = torch.zeros(1, model.in_chans, *size)
     wrong = f"{model.variant} cannot take images of {size[0]}×{size[1]} pixels"
     counter = FlopCounterMode(display=False)
-    training, plain = counted.training, switched(counted, shortcuts=False)
-    with torch.no_grad(), plain, counter, wrap_errors(wrong, RuntimeError, AssertionError):
-        counted.eval().forward_head(counted.forward_features(images))
-    counted.train(training)
+    evaluated, plain = eval_mode(counted), switched(counted, shortcuts=False)
+    with evaluated, plain, counter, wrap_errors(wrong, RuntimeError, AssertionError):
+        counted.forward_head(counted.forward_features(images))
     return counter.get_total_flops() // 2

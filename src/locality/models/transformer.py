@@ -1,7 +1,5 @@
 """What our models share: pooling, classifier, feature maps, pruning, groups of parameters."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, Self

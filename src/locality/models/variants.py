@@ -1,7 +1,5 @@
 """The table of models: name → architecture."""
 
-from __future__ import annotations
-
 import dataclasses
 import fnmatch
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The page of `locality compare`."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Reports: run folders → one self-contained HTML page."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Comparison of models on custom images with the same recipe, images and budget."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import time

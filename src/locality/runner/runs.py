@@ -3,8 +3,6 @@
 An executor executes each run once and reports errors. Results are read from the run folders.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools
@@ -51,7 +49,7 @@ class Request:
     name: str
     config: RunConfig
     folder: Path
-    needs: tuple[Request, ...] = ()
+    needs: tuple["Request", ...] = ()
     spent: float = 0.0
 
     def result(self) -> dict[str, Any] | None:

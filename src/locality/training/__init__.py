@@ -4,8 +4,6 @@ Names are imported when they are first used: `locality.training.RunConfig` costs
 configuration itself.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from locality import lazily

@@ -4,8 +4,6 @@ The recipes `photos` and `finetune` set the rest. The same images give the same 
 machine, but for the threads; how many steps there are depends on `schedule.minutes`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import statistics

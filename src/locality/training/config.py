@@ -4,8 +4,6 @@ Runs with equal settings compute the same. `locality.training.recipes` fills the
 `locality.settings` writes and reads them as YAML. Does not import torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -231,7 +229,7 @@ class EngineConfig:
         check(self, "engine.")
 
 
-def read_config(folder: Path | str) -> RunConfig:
+def read_config(folder: Path | str) -> "RunConfig":
     """The configuration of the run in a folder.
 
     Raises:

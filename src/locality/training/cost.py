@@ -4,18 +4,16 @@ Used by dry runs, comparisons and the study. Speeds are measured on this machine
 batches and by training steps on random images.
 """
 
-from __future__ import annotations
-
 import time
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from locality.data import open_data, train_loader
 from locality.data.config import DATASETS, DataConfig
 from locality.machine import arithmetic_threads
-from locality.models import build, count_macs
+from locality.models import build, count_macs, count_parameters
 from locality.progress import format_bytes, format_duration
 from locality.training.config import RunConfig
 from locality.training.devices import autocast, resolve_accelerator
@@ -93,7 +91,7 @@ def training_speed(config: RunConfig, classes: int, threads: int) -> float:
     """
     named = config.model.name, threads
     if named not in _SPEEDS:
-        alone, macs = RunConfig(model=config.model), forward_macs(config.model, classes)
+        alone, macs = RunConfig(model=config.model), cost(config.model, classes).macs
         with arithmetic_threads(threads):
             seconds = time_step(alone, classes, STEP_FORWARDS * macs, config.engine.batch_size)
         _SPEEDS[named] = STEP_FORWARDS * macs / seconds
@@ -110,7 +108,7 @@ def estimate_cost(config: RunConfig, threads: int) -> tuple[Plan, int, float]:
         UserError: as `image_counts`.
     """
     train, val, classes = image_counts(config)
-    plan, macs = make_plan(config, train), STEP_FORWARDS * forward_macs(config.model, classes)
+    plan, macs = make_plan(config, train), STEP_FORWARDS * cost(config.model, classes).macs
     seconds = macs / training_speed(config, classes, threads)
     return plan, macs, seconds * _images(plan, val)
 
@@ -147,11 +145,19 @@ def _opened(data: DataConfig, seed: int) -> tuple[int, int, int]:
     return len(splits.train), len(splits.val), len(splits.classes)
 
 
+class Cost(NamedTuple):
+    """Parameters of a model, and multiply-accumulates of one image's forward pass."""
+
+    parameters: int
+    macs: int
+
+
 @cache
-def forward_macs(architecture: Any, classes: int) -> int:
-    """Multiply-accumulates of one image's forward pass."""
+def cost(architecture: Any, classes: int | None = None) -> Cost:
+    """The cost of an architecture, counted on the meta device."""
     with torch.device("meta"):
-        return count_macs(build(architecture, num_classes=classes))
+        model = build(architecture, num_classes=classes)
+    return Cost(count_parameters(model), count_macs(model))
 
 
 def dry_run(job: Job) -> str:

@@ -3,8 +3,6 @@
 torchrun and srun start the processes, and end the others when one has ended.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -149,7 +147,7 @@ class SignalHandler:
         self._owner = os.getpid()
 
     @contextlib.contextmanager
-    def installed(self) -> Iterator[SignalHandler]:
+    def installed(self) -> Iterator["SignalHandler"]:
         """Handle signals within the block, unless they are ignored (by nohup, say).
 
         Python allows it in the main thread only.

@@ -4,8 +4,6 @@ Lightning Fabric finds the device and makes the model data parallel; `locality.t
 the training loop.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import time

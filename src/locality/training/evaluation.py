@@ -1,7 +1,5 @@
 """Evaluation: top-1, top-5 and loss over all processes, and predictions."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -23,7 +21,7 @@ from locality.data.datasets import renumber
 from locality.data.loader import translate_killed_worker
 from locality.data.sources import class_difference, joinable, numbered
 from locality.errors import UserError, counted, some
-from locality.layers.block import switched
+from locality.layers.block import eval_mode, switched
 from locality.models import count_macs
 from locality.predictions import Predictions
 from locality.runs import Run
@@ -184,7 +182,6 @@ def _renumbered(splits: DataSplits, order: list[str]) -> DataSplits:
 
 
 @translate_killed_worker()
-@torch.no_grad()
 def evaluate(
     model: nn.Module,
     loader: BatchLoader,
@@ -208,11 +205,9 @@ def evaluate(
         before_batch: called before every batch on all processes; may raise to stop.
         on_batch: called with every batch of this process and its logits.
     """
-    training = [module for module in model.modules() if module.training]
-    model.eval()
     dtype = devices.accumulation_dtype(torch.device(device))
     totals = torch.zeros(4, dtype=dtype, device=device)
-    try:
+    with eval_mode(model):
         batches = iter(loader)
         for _ in range(len(loader) if num_batches is None else num_batches):
             if before_batch is not None:
@@ -231,9 +226,6 @@ def evaluate(
             totals[1] += correct.any(dim=1).sum()
             totals[2] += F.cross_entropy(logits, targets, reduction="sum")
             totals[3] += len(targets)
-    finally:
-        for module in training:
-            module.training = True
     if all_reduce is not None:
         totals = all_reduce(totals)
     top1, top5, loss, count = totals.tolist()

@@ -1,7 +1,5 @@
 """May a run start or continue in a folder? Checks without torch that write nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil
@@ -25,11 +23,15 @@ def check_places(config: RunConfig, folder: Path) -> None:
     Raises:
         FileNotFoundError, UserError: if one of them cannot be used.
     """
-    if config.weights is not None and not is_run_folder(folder):
-        with wrap_errors("weights", FileNotFoundError, UserError):
-            detect_kind(config.weights, config.entry)
+    teacher = config.objective.teacher
+    given = [("objective.teacher", teacher, None), ("weights", config.weights, config.entry)]
     if is_run_folder(folder):
         Run(folder).check_images(config.data)
+        given = given[:1]
+    for name, what, entry in given:
+        if what is not None:
+            with wrap_errors(name, FileNotFoundError, UserError):
+                detect_kind(what, entry)
     check_folder(folder, config)
 
 
@@ -135,19 +137,17 @@ def check_images(
         folder: the run folder, with a table of the recorded images.
         config: the run's data settings.
         images: the current images.
-        before: the recorded fingerprint; None in earlier versions, where the table decides.
+        before: the recorded fingerprint.
 
     Raises:
         UserError: if they differ, and the run may not continue with others.
     """
     if before == images.fingerprint:
         return []
-    found = "" if before is None else "other images, labels or classes"
+    found = "other images, labels or classes"
     if folder.images_file.exists():
         with contextlib.suppress(UserError):  # a damaged table: digests decide
             found = images.differences(folder.images_file) or found
-    if not found:
-        return []
     changed = f"the images of run folder {folder.path} have changed ({found})"
     if config.on_changed_images == "error":
         if folder.is_finished:

@@ -1,7 +1,5 @@
 """A run that is checked and opened before its first step: data, plan, devices and cost."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Sequence
@@ -26,7 +24,6 @@ from locality.training import devices
 from locality.training.config import RunConfig
 from locality.training.folder_checks import check_places
 from locality.training.model import initialize_model, meta_model, saved_activations
-from locality.training.objective import check_teacher
 from locality.training.optim import UNDECIDED, check_optimizer, create_optimizer, make_plan
 from locality.training.probe import Probe, check_probe, probe_run
 
@@ -76,7 +73,7 @@ class Job:
         """The data; of a resumed run with the classes in the order that it has recorded."""
         return open_data(self.config.data, self.config.seed, self.folder.recorded_classes())
 
-    def open(self) -> Job:
+    def open(self) -> "Job":
         """Check the run, open its data and build its model on the meta device.
 
         Raises:
@@ -86,7 +83,6 @@ class Job:
         # Check the settings before a large dataset is read.
         check_places(config, self.folder.path)
         check_optimizer(config.optim)
-        check_teacher(config.objective.teacher)
         self._model = model = meta_model(config)
         if not len(self.splits.val):
             raise UserError(f"dataset '{config.data.dataset}' has no images to evaluate on")

@@ -4,8 +4,6 @@ All randomness in step s is a function of (seed, s). The state of a run is there
 optimiser moments and a few counters (`TrainState`), and a resumed run repeats an uninterrupted one.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The model of a run: built, initialised, and loaded back."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

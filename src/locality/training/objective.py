@@ -1,7 +1,5 @@
 """The training objective: cross entropy, label smoothing, mixup, distillation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,10 +11,9 @@ from timm.data.mixup import Mixup, mixup_target
 from torch import Tensor, nn
 
 from locality.checkpoints import open_model
-from locality.checkpoints.registry import detect_kind
 from locality.data.config import AugmentConfig, InputConfig, Preprocessing, check_rgb
 from locality.data.sources import class_difference, joinable, numbered
-from locality.errors import UserError, counted, wrap_errors
+from locality.errors import UserError, counted
 from locality.training.config import ObjectiveConfig
 from locality.training.devices import accumulation_dtype
 
@@ -36,7 +33,7 @@ class Objective:
     config: ObjectiveConfig
     augment: AugmentConfig
     num_classes: int
-    teacher: Teacher | None = None
+    teacher: "Teacher | None" = None
     class_weights: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -166,20 +163,13 @@ class Teacher(nn.Module):
         logits = self.model(images)
         return logits if self.order is None else logits[:, self.order]
 
-    def train(self, mode: bool = True) -> Teacher:
+    def train(self, mode: bool = True) -> "Teacher":
         """Stay in evaluation mode."""
         return super().train(False)
 
 
 def _channels(values: tuple[float, ...]) -> Tensor:
     return torch.tensor(values, dtype=torch.float32).view(-1, 1, 1)
-
-
-def check_teacher(teacher: str | None) -> None:
-    """Check that the teacher exists, without loading it."""
-    if teacher is not None:
-        with wrap_errors("objective.teacher", FileNotFoundError, UserError):
-            detect_kind(teacher)
 
 
 def load_teacher(

@@ -1,7 +1,5 @@
 """A run's plan in steps, optimiser with parameter groups, and learning-rate schedule."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections import defaultdict

@@ -3,8 +3,6 @@
 Fine-tuning that begins with it keeps more of what the network knows (Kumar et al., 2022).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

@@ -8,8 +8,6 @@ Any setting can be overridden on the command line:
 `locality train digits --model.name deit_nano --data.fraction 0.05`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Logging and checkpointing on rank 0."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

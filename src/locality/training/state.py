@@ -1,7 +1,5 @@
 """The state of a run, as saved in checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,7 +147,6 @@ class Components:
 
 def _is_moment(value: Tensor, parameter: Tensor) -> bool:
     """Whether a state of an optimiser can be that of a parameter: a number, one of as many entries,
-    or, of Adafactor, a mean over some dimensions."""
-    if value.numel() < parameter.numel():
-        return set(value.shape) <= {1, *parameter.shape}
-    return value.numel() == parameter.numel()
+    or, of Adafactor, a mean over one dimension."""
+    mean = value.ndim >= parameter.ndim - 1 and {*value.shape} <= {1, *parameter.shape}
+    return value.numel() in (1, parameter.numel()) or (mean and value.numel() < parameter.numel())

@@ -1,7 +1,5 @@
 """The configuration of a search, and the named searches."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

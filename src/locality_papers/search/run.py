@@ -7,8 +7,6 @@ chosen.yaml       the best candidate, as settings for `locality train --config`
 result.json       written last
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence
@@ -24,7 +22,7 @@ from locality.data import BatchLoader, ImageSource, eval_loader, open_data
 from locality.errors import UserError
 from locality.files import csv_text, read_json, read_text, write_atomic
 from locality.settings import differences, from_yaml, replace, to_yaml
-from locality.training.cost import image_counts
+from locality.training.cost import Cost, image_counts
 from locality.training.devices import create_fabric
 from locality.training.engine import train
 from locality.training.evaluation import evaluate
@@ -32,7 +30,7 @@ from locality.training.model import meta_model
 from locality.training.optim import make_plan
 from locality_papers.search import supernet
 from locality_papers.search.config import SearchConfig
-from locality_papers.search.space import OPTIONS, Candidate, Cost, Scores, SearchSpace, evolve
+from locality_papers.search.space import OPTIONS, Candidate, Scores, SearchSpace, evolve
 
 _RESULT = "result.json"
 

@@ -15,19 +15,15 @@ The authors published only the size and shape of CvT-13-NAS, the result of their
 that shape within 4.1 G.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from locality.errors import UserError
-from locality.models import build, count_macs, count_parameters
 from locality.models.config import CvTConfig
+from locality.training.cost import Cost, cost
 
 OPTIONS = ((1, 2.0), (1, 4.0), (2, 2.0), (2, 4.0))
 """The (stride of keys and values, MLP ratio) of a block."""
@@ -43,26 +39,6 @@ POPULATION = 25
 _TOURNAMENT, _GENERATION = 5, 20
 # Chunks, and candidates per chunk, sampled before giving up on finding new ones that fit.
 _CHUNKS, _CHUNK = 256, 1024
-
-
-class Cost(NamedTuple):
-    """The cost of an architecture.
-
-    Attributes:
-        parameters: number of parameters.
-        macs: multiply-accumulates of one image; see `count_macs`.
-    """
-
-    parameters: int
-    macs: int
-
-
-@cache
-def cost(config: CvTConfig) -> Cost:
-    """Parameters and multiply-accumulates of a CvT, counted on the meta device."""
-    with torch.device("meta"):
-        model = build(config)
-    return Cost(count_parameters(model), count_macs(model))
 
 
 class SearchSpace:

@@ -5,10 +5,8 @@ values do not change weights. MLPs of a lower ratio use the first hidden units. 
 statistics fit no candidate: `calibrate` recomputes them for each.
 """
 
-from __future__ import annotations
-
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from locality.errors import UserError
-from locality.layers.block import Block
+from locality.layers.block import Block, replaced
 from locality.layers.grid import hidden_width
 from locality.models import ImageClassifier, build
 from locality.training.objective import Objective
@@ -101,16 +99,11 @@ def _slice_hidden_units(blocks: dict[str, Block], ratios: Sequence[float]) -> di
     return sliced
 
 
-@contextlib.contextmanager
-def _strides(blocks: Iterable[Block], strides: Sequence[int]) -> Iterator[None]:
+def _strides(blocks: Iterable[Block], strides: Sequence[int]) -> AbstractContextManager[None]:
     """Context manager: set the strides of keys and values of each block."""
     attentions: list[Any] = [block.attn for block in blocks]
-    with contextlib.ExitStack() as undo:
-        for attention, stride in zip(attentions, strides, strict=True):
-            for convolution in (attention.k.conv, attention.v.conv):
-                undo.callback(setattr, convolution, "stride", convolution.stride)
-                convolution.stride = (stride, stride)
-        yield
+    each = [*zip(attentions, strides, strict=True)]
+    return replaced((c.conv, "stride", (n, n)) for attn, n in each for c in (attn.k, attn.v))
 
 
 @torch.no_grad()

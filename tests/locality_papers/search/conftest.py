@@ -1,7 +1,5 @@
 """A search space of 4³ candidates, and runs of a few steps over it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
