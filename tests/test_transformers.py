@@ -262,3 +262,14 @@ def test_another_classifier_has_no_temperature(tmp_path):
     for options, temperature in (({}, 2.5), (more, 1.0)):
         found = LocalityForImageClassification.from_pretrained(tmp_path, **options)
         assert found.config.temperature == temperature
+
+
+@pytest.mark.parametrize("asked", ["output_attentions", "output_hidden_states"])
+def test_a_compiled_model_returns_what_is_asked_for_after_a_plain_call(asked):
+    torch.compiler.reset()
+    model, _ = from_locality(model_of("convit_nano"))
+    compiled, x = torch.compile(model, backend="eager"), torch.randn(1, 3, 8, 8)
+    logits = compiled(x).logits
+    output = compiled(x, **{asked: True})
+    assert len(output[asked.removeprefix("output_")]) >= 4
+    torch.testing.assert_close(output.logits, logits)
