@@ -80,9 +80,11 @@ def test_features_are_ours(tmp_path, name):
 @pytest.mark.parametrize("factor", [1, 2])
 @pytest.mark.parametrize("name", ["convit_nano", "deit_nano", "cvt_nano"])
 def test_logits_are_ours_after_both_ways(tmp_path, name, factor):
-    model = model_of(name)
+    model = model_of(name, **({"freeze_gating": True} if name == "convit_nano" else {}))
     x = torch.randn(2, 3, *(factor * side for side in model.img_size))
     theirs = AutoModelForImageClassification.from_pretrained(saved(tmp_path, model))
+    trained = [parameter.requires_grad for parameter in model.parameters()]
+    assert [parameter.requires_grad for parameter in theirs.parameters()] == trained
     assert isinstance(theirs, LocalityForImageClassification) and not theirs.training
     assert theirs.locality.config == model.config and theirs.locality.variant == name
     with torch.no_grad():

@@ -220,6 +220,12 @@ class LocalityForImageClassification(transformers.PreTrainedModel):
             fresh = _tensors(build(self.locality.config))
             for name, tensor in missing.items():
                 tensor.copy_(fresh[name])
+        # transformers loads every parameter as trainable.
+        with torch.device("meta"):
+            built = build(self.locality.config)
+        for name, parameter in built.named_parameters():
+            if not parameter.requires_grad:
+                self.locality.get_parameter(name).requires_grad_(False)
 
     def _set_gradient_checkpointing(self, enable: bool = True, *_: Any, **options: Any) -> None:
         self.locality.set_grad_checkpointing(enable)
