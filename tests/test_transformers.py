@@ -150,7 +150,9 @@ def test_the_loss_is_there_with_labels_and_first_in_a_tuple():
     model, _ = from_locality(model_of("deit_nano"))
     x, labels = torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 0])
     model.activation_checkpointing_enable()
-    assert model.locality.grad_checkpointing
+    assert model.locality.grad_checkpointing and model.is_activation_checkpointing
+    with pytest.raises(UserError, match="every_n_layers"):
+        model.activation_checkpointing_enable(every_n_layers=2)
     out = model(x, labels=labels)
     torch.testing.assert_close(out.loss, torch.nn.functional.cross_entropy(out.logits, labels))
     assert model(x).loss is None

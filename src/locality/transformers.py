@@ -227,8 +227,13 @@ class LocalityForImageClassification(transformers.PreTrainedModel):
             if not parameter.requires_grad:
                 self.locality.get_parameter(name).requires_grad_(False)
 
-    def _set_gradient_checkpointing(self, enable: bool = True, *_: Any, **options: Any) -> None:
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, *_: Any, every_n_layers: int = 1, **options: Any
+    ) -> None:
+        if every_n_layers != 1:
+            raise UserError("every_n_layers has to be 1: all blocks are recomputed, or none")
         self.locality.set_grad_checkpointing(enable)
+        self.gradient_checkpointing = enable  # what transformers reports
 
 
 class LocalityModel(LocalityForImageClassification):
