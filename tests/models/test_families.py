@@ -146,6 +146,8 @@ def test_a_fused_copy_has_the_same_logits_and_cannot_train(model):
     assert model.train().fuse().training is False and model.training
     with pytest.raises(ValueError, match="fused"):
         fused.train()
+    with pytest.raises(ValueError, match="fused"):
+        fused.load_state_dict(before)
 
 
 @pytest.mark.parametrize(
