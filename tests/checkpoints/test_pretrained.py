@@ -259,6 +259,8 @@ def test_a_model_with_weights_knows_what_they_know(tmp_path, randomise):
     other = create_model(NANO, num_classes=3, weights=folder, img_size=12)
     assert other.preprocessing == input.at((12, 12)) and other.classes is None
     assert other.temperature == 1.0
+    load_weights(torch.compile(model), folder, classes=names[::-1])
+    assert (model.classes, model.temperature) == (tuple(names[::-1]), 1.0)
 
 
 def test_what_only_training_uses_may_differ_in_timms_models(tmp_path):

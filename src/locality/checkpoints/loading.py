@@ -264,6 +264,7 @@ def load_weights(
         FileNotFoundError: if `what` does not exist.
         UserError: if the weights are damaged or do not fit, naming `what` and the cause.
     """
+    model = getattr(model, "_orig_mod", model)  # torch.compile's
     target = model.config
     checkpoint = read(what, entry=entry, like=target)
     with prefix_errors(what):
@@ -278,9 +279,12 @@ def load_weights(
             changes += adapt(state, checkpoint.config, target, fresh)
         native.check_keys(state, fresh, "locality's")
     model.load_state_dict(state, strict=True)
+    model.forget_classifier()
     if (names := joinable(checkpoint.classes)) and set(names) <= set(classes or ()):
         model.inherited = [list(classes or ()).index(name) for name in names]
-    if classes is None and checkpoint.config.num_classes == target.num_classes:
+    if classes is not None:
+        model.classes = tuple(classes)
+    elif checkpoint.config.num_classes == target.num_classes:
         for name in ("classes", "problem_type", "temperature"):
             setattr(model, name, getattr(checkpoint, name))
     prepared = checkpoint.preprocessing
