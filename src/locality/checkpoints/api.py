@@ -411,9 +411,9 @@ def create_model(
         weights = row.name if pretrained else weights
     model = factory.build(row.model if row else name, img_size=img_size, **overrides)
     known = timms_preprocessing(model.config) if row is None else row.preprocessing
-    if known is None or len(known.mean) != model.in_chans:
-        known = Preprocessing.imagenet(model.img_size, model.in_chans)
-    set_data_config(model, known.at(model.img_size))
+    if known is not None:
+        model.preprocessing = known.at(model.img_size).with_channels(model.in_chans)
+    set_data_config(model, default_preprocessing(model.preprocessing, model.config))
     if weights is not None:
         changes = load_weights(model, weights, entry)
         if changes and img_size is None and "num_classes" not in overrides:

@@ -197,10 +197,15 @@ def _open_timm(what: str, _: object) -> Opened:
 
 
 def timms_preprocessing(config: Any) -> Preprocessing | None:
-    """timm's preprocessing of its own model, if that is for as many channels."""
-    if not isinstance(config, TimmConfig) or config.in_chans != TimmConfig.in_chans:
+    """timm's preprocessing of its own model; None of others, or if it is not supported."""
+    if not isinstance(config, TimmConfig):
         return None
-    return formats.timm_preprocessing(config.data_config())
+    try:
+        known = formats.timm_preprocessing(config.data_config())
+    except UserError as error:
+        _log.warning(f"timm's preprocessing of {config.name} is not used: {error}")
+        return None
+    return known and known.with_channels(config.in_chans)
 
 
 def _open_hub(what: str, _: object) -> Opened:
@@ -287,9 +292,8 @@ def load_weights(
     elif checkpoint.config.num_classes == target.num_classes:
         for name in ("classes", "problem_type", "temperature"):
             setattr(model, name, getattr(checkpoint, name))
-    prepared = checkpoint.preprocessing
-    if prepared is not None and len(prepared.mean) == target.in_chans:
-        model.preprocessing = prepared.at(model.img_size)
+    if (prepared := checkpoint.preprocessing) is not None:
+        model.preprocessing = prepared.at(model.img_size).with_channels(target.in_chans)
         set_data_config(model, model.preprocessing)
     for change in changes:
         _log.info(change)
