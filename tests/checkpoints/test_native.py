@@ -114,6 +114,20 @@ def test_a_fused_model_is_not_saved(fields, tmp_path):
         save(build("cvt_13", **SMALL_CVT | fields).fuse(), tmp_path)
 
 
+def test_a_model_pruned_without_its_norm_is_not_saved(tmp_path):
+    model = build("convit_nano")
+    model.prune_intermediate_layers(1, prune_norm=True)
+    with pytest.raises(UserError, match=r"^a model pruned without its norm.*norm\.weight"):
+        save(model, tmp_path)
+
+
+def test_models_of_one_checkpoint_share_no_memory():
+    held = Checkpoint.of(build("convit_nano"))
+    one, two = held.build(), held.build()
+    one.norm.weight.data.zero_()
+    assert two.norm.weight.all() and held.state["norm.weight"].all()
+
+
 def test_another_classifier_is_not_calibrated(tmp_path):
     model = build("convit_nano")
     model.temperature, model.problem_type = 2.5, "multi_label_classification"

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from locality import __version__, checks
 from locality.checkpoints.registry import FORMAT, WEIGHTS
 from locality.data.config import Preprocessing
-from locality.errors import UserError, lookup, one_line, some, wrap_errors
+from locality.errors import UserError, lookup, one_line, prefix_errors, some, wrap_errors
 from locality.files import open_file, write_atomic
 from locality.machine import limited
 from locality.models.base import ImageClassifier
@@ -206,9 +206,7 @@ ProblemType = Literal["single_label_classification", "multi_label_classification
 
 
 def _as_built(tensor: Tensor, expected: Tensor) -> Tensor:
-    """The tensor in the dtype and the memory format (timm's: channels-last) of the built model."""
-    if (tensor.dtype, tensor.stride()) == (expected.dtype, expected.stride()):
-        return tensor
+    """A copy in the dtype and the memory format (timm's: channels-last) of the built model."""
     return torch.empty_like(expected, device="cpu").copy_(tensor)
 
 
@@ -298,7 +296,8 @@ class Checkpoint:
         expected = meta_state_dict(inner.config)
         if inner.fused:
             raise UserError("a fused model is not stored; give the model it was fused from")
-        check_keys(state, expected, "locality's")
+        with prefix_errors("a model pruned without its norm, or changed otherwise, is not stored"):
+            check_keys(state, expected, "locality's")
         check_finite(state)
         names = known.classes if classes is None else tuple(classes)
         about = inner.variant, preprocessing or known.preprocessing, names, known.problem_type
