@@ -143,6 +143,11 @@ def test_features_are_no_probabilities(fields):
         Classifier.of(build("convit_nano", **fields)).predict(PICTURE)
 
 
+def test_a_classifier_needs_a_name_for_each_class():
+    with pytest.raises(UserError, match="2 class names given for 10 classes"):
+        Classifier.of(build("convit_nano"), classes=["cat", "dog"])
+
+
 def test_a_classifier_is_cast_copied_and_pickled():
     model = build("convit_nano").eval()
     one = Classifier.of(model)

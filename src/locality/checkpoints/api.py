@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from locality import checks
 from locality.checkpoints.loading import load_weights, read, set_data_config, timms_preprocessing
-from locality.checkpoints.native import ProblemType, class_map
+from locality.checkpoints.native import ProblemType
 from locality.checkpoints.onnx import open_graph
 from locality.checkpoints.registry import WEIGHT_FILES, detect_kind, graph_not_model, source
 from locality.data.config import Preprocessing
@@ -90,6 +90,8 @@ class Classifier:
                 "the outputs of a regression model are values, not probabilities of classes; "
                 "locality.load gives the model"
             )
+        if self.classes is not None and len(self.classes) != self.num_classes:
+            raise UserError(f"{len(self.classes)} class names given for {self.num_classes} classes")
 
     @classmethod
     def of(
@@ -105,7 +107,8 @@ class Classifier:
         the model's image size, and none.
 
         Raises:
-            UserError: if the channels of `preprocessing` and the model differ.
+            UserError: if the channels of `preprocessing` and the model differ, or the number of
+                names is not the number of classes.
         """
         model = model.eval()
         preprocessing = default_preprocessing(preprocessing or model.preprocessing, model.config)
@@ -260,10 +263,6 @@ class Classifier:
     def flipped(self) -> Classifier:
         """The same model with test-time augmentation, see `Flipped`."""
         return replace(self, logits=partial(_without_gradients, Flipped(self.logits)))
-
-    def with_classes(self, names: Sequence[str]) -> Classifier:
-        """The same model with the class names of its outputs, see `class_map`."""
-        return replace(self, classes=class_map(self, self.num_classes, names))
 
     def module(self) -> ImageClassifier:
         """The PyTorch model.

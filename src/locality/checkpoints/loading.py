@@ -419,7 +419,8 @@ def convert(
     target = Path(target)
     registry.check_target(target, to, overwrite)
     checkpoint = read(source, model, entry, settings)
-    checkpoint = checkpoint if classes is None else checkpoint.with_classes(classes)
+    if classes is not None:
+        checkpoint = native.with_classes(checkpoint, checkpoint.config.num_classes, classes)
     if half:
         state = {
             name: tensor.half() if tensor.is_floating_point() else tensor

@@ -210,8 +210,8 @@ def _as_built(tensor: Tensor, expected: Tensor) -> Tensor:
     return torch.empty_like(expected, device="cpu").copy_(tensor)
 
 
-def class_map(model: Any, outputs: int, names: Sequence[str]) -> tuple[str, ...]:
-    """The names of a model's outputs, in order.
+def with_classes(model: Any, outputs: int, names: Sequence[str]) -> Any:
+    """A `Checkpoint` or `Classifier` with the names of its outputs, in order.
 
     Raises:
         UserError: if it has `classes`, or another number of outputs.
@@ -223,7 +223,7 @@ def class_map(model: Any, outputs: int, names: Sequence[str]) -> tuple[str, ...]
             f"the class map has {len(set(names))} different names on {len(names)} lines, but "
             f"{model.name or 'the model'} has {outputs} outputs"
         )
-    return tuple(names)
+    return dataclasses.replace(model, classes=tuple(names))
 
 
 def meta_state_dict(config: Any) -> dict[str, Tensor]:
@@ -302,10 +302,6 @@ class Checkpoint:
         names = known.classes if classes is None else tuple(classes)
         about = inner.variant, preprocessing or known.preprocessing, names, known.problem_type
         return cls(inner.config, state, *about, figures, known.temperature)
-
-    def with_classes(self, names: Sequence[str]) -> Checkpoint:
-        """The same model with the class names of its outputs, see `class_map`."""
-        return dataclasses.replace(self, classes=class_map(self, self.config.num_classes, names))
 
     def build(self) -> ImageClassifier:
         """Build the model, in evaluation mode, on the CPU in fp32.
