@@ -143,7 +143,7 @@ def test_a_bad_file_is_one_clear_error_and_nothing_is_half_loaded(
         ("out.npz", {"to": "timm"}, ".safetensors"),
         ("out", {"to": "timm"}, ".safetensors or .pth"),
         ("out.pth", {"to": "timn"}, "timm"),
-        ("out.pth", {"to": "microsoft"}, "does not hold a DeiT or ConViT"),
+        ("out.pth", {"to": "microsoft"}, "this is a DeiT or ConViT"),
         ("there.safetensors", {}, "there.safetensors"),
         ("out", {"model": "convit_nan"}, "convit_nano"),
         ("out", {"model": "deit_nano"}, "qkv_bias"),

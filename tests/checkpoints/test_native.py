@@ -194,8 +194,10 @@ def test_the_card_states_what_was_measured_and_nothing_else(tmp_path):
     assert "private" not in text and "None" not in text and "Top-5" not in text
     data = ModelCard(text).data
     assert data.library_name == "locality" and data.datasets is None
-    save(build("convit_nano"), tmp_path)
-    assert "%" not in (tmp_path / "README.md").read_text()  # no unmeasured figures
+    save(build("convit_nano", depth=5), tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert "%" not in text  # no unmeasured figures
+    assert "# convit_nano with other settings" in text
 
 
 # Faults of a folder.

@@ -6,6 +6,7 @@ models and repositories on the Hugging Face hub.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -31,7 +32,7 @@ from locality.files import atomic_file, parse_json, read_json, write_atomic
 from locality.models.base import ImageClassifier
 from locality.models.config import TimmConfig, signature_diff
 from locality.models.transformer import position_embedding
-from locality.models.variants import VARIANTS, identify, named
+from locality.models.variants import VARIANTS, identify, named, nearest
 from locality.runs import Run
 from locality.settings import from_dict
 
@@ -382,6 +383,18 @@ def resample_pos_embeds(state: Weights, source: Any, target: Any, fresh: State) 
     return changes
 
 
+def _how_to_read(config: Any) -> str:
+    """The options with which weights alone are read as the model of `config`."""
+    name, settings = nearest(config), dict[str, Any]()
+    for _ in range(2):  # a default may depend on another setting
+        other = signature_diff(named(name, **settings), config)
+        settings |= {setting: own for setting, (_, own) in other.items()}
+    if isinstance(config.img_size, tuple):  # weights tell the side of a square alone
+        settings["img_size"] = config.img_size
+    values = {n: json.dumps(value, separators=(",", ":")) for n, value in settings.items()}
+    return " ".join([f"--variant {name}", *(f"--set {n}={value}" for n, value in values.items())])
+
+
 def convert(
     source: Path | str,
     target: Path | str,
@@ -436,10 +449,9 @@ def convert(
         else:
             with atomic_file(target) as file:
                 torch.save(state, file)
-        name = checkpoint.name or "the nearest, and --set for each setting that differs"
         notes = (
             f"\nthe format keeps tensors alone: no heads, strides, padding, pooling, activation, "
-            f"preprocessing or class names; read it with --variant {name}"
+            f"preprocessing or class names; read it with {_how_to_read(checkpoint.config)}"
         )
     elif target.suffix:
         native.write_file(checkpoint, target)

@@ -33,6 +33,7 @@ from locality.files import open_file, write_atomic
 from locality.machine import limited
 from locality.models.base import ImageClassifier
 from locality.models.factory import MODELS, build
+from locality.models.variants import VARIANTS, identify
 from locality.settings import from_dict
 from locality.templates import render
 
@@ -377,7 +378,9 @@ class Checkpoint:
 
 def model_card(checkpoint: Checkpoint) -> str:
     """A model card in Markdown, with the hub's metadata and any known figures."""
-    title = checkpoint.name or type(checkpoint.config).__name__.removesuffix("Config")
+    name = checkpoint.name or type(checkpoint.config).__name__.removesuffix("Config")
+    other = f"{name} with other settings" if name in VARIANTS else name
+    title = identify(checkpoint.config)[0] or other
     statistics = ("running_mean", "running_var", "num_batches_tracked")
     sizes = {name: tensor.numel() for name, tensor in checkpoint.state.items()}
     card = render(
