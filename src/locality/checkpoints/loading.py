@@ -302,10 +302,13 @@ def load_weights(
 
 
 def set_data_config(model: ImageClassifier, preprocessing: Preprocessing) -> None:
-    """Set the part of `pretrained_cfg` that timm's `resolve_model_data_config` reads."""
+    """Set the parts of `pretrained_cfg` that timm's `resolve_model_data_config` and `save_for_hf`
+    read."""
     shared = {name: getattr(preprocessing, name) for name in PREPROCESSING_KEYS}
     size = {"input_size": (model.in_chans, *preprocessing.size)}
-    model.pretrained_cfg = (getattr(model, "pretrained_cfg", None) or {}) | size | shared
+    name, _ = identify(model.config)
+    own = {"architecture": formats.REGISTERED + name} if name else {}
+    model.pretrained_cfg = (getattr(model, "pretrained_cfg", None) or {}) | own | size | shared
 
 
 def _classifier(
