@@ -210,6 +210,9 @@ def test_predict_takes_the_model_first_and_a_file_for_the_table(run, images, tmp
         assert cli("predict", run, *given, "--output", "-").out == table
     cli("predict", run, images, "--output", tmp_path / "p.csv")
     assert (tmp_path / "p.csv").read_text() == table
+    twice = locality.save(locality.create_model("cvt_nano", num_classes=3), tmp_path, classes="aab")
+    table = cli("predict", twice, images, "--output", "-").out
+    assert table.partition("\n")[0] == "path,prediction,a (0),a (1),b"
 
 
 def test_the_end_of_a_run_says_what_to_type_and_that_works(tmp_path, cli):
