@@ -79,7 +79,8 @@ def test_calibrated_probabilities_are_one_everywhere(run, images, tmp_path, cli)
         logits = opened.logits(opened.prepare([picture]))
     expected = (logits / kept).softmax(1).amax().item()
     assert max(rows[0].values()) == pytest.approx(expected, abs=1e-6)
-    assert cli("eval", run, "--calibrate", "--tta", "flip", code=2).err.count("\n") == 1
+    for option in (("--tta", "flip"), ("--img_size", 16), ("--precision", "bf16-mixed")):
+        assert cli("eval", run, "--calibrate", *option, code=2).err.count("\n") == 1
 
 
 @pytest.mark.slow

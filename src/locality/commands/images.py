@@ -184,6 +184,11 @@ def evaluate(arguments: Sequence[str]) -> None:
     parser.refuse("data.fraction data.subset", "only applies to training images")
     if options.predictions is None:
         parser.refuse("overwrite", "needs --predictions")
+    if options.calibrate and (options.img_size or options.precision != "fp32" or options.tta):
+        raise UserError(
+            "--calibrate fits the temperature of a run as it is used; omit --img_size, --precision "
+            "and --tta"
+        )
     model = GivenModel(options.model, options)
     check_parent(options.predictions)
     check_output(options.predictions, options.overwrite)
@@ -223,7 +228,7 @@ def evaluate(arguments: Sequence[str]) -> None:
         splits = None
     whole = other and not overrides.keys() & {"data.val_part", "data.val_fraction", "data.fold"}
     splits = training.open_for(opened, chosen, config.seed, whole, not other, splits)
-    if options.calibrate and (model.kind != "run" or other or changed or options.tta):
+    if options.calibrate and (model.kind != "run" or other or changed):
         raise UserError("--calibrate is for a run on its own validation images; omit the others")
     seen: list[tuple[int, int, Tensor]] = []
     kept: list[tuple[Tensor, Tensor]] = []
