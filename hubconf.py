@@ -8,12 +8,10 @@ import functools
 import pathlib
 import sys
 
-dependencies = ["torch", "torchvision", "timm", "safetensors", "huggingface_hub", "yaml"]
-
 # torch.hub puts the repository's root on the path, and the package lies below src/.
 sys.path.insert(0, str(pathlib.Path(__file__).parent / "src"))
 
-import locality  # noqa: E402
+import locality
 
 for _name in locality.list_models():
     globals()[_name] = functools.partial(locality.create_model, _name)

@@ -6,6 +6,7 @@ interpreter. Comments above a block skip it:
 words. Training is cut to two steps; long experiments are only planned.
 """
 
+import dataclasses
 import glob
 import re
 import shlex
@@ -15,13 +16,16 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageOps
 from safetensors.torch import save_file
 
 from locality import create_model, save
-from locality.checkpoints import SOURCES, convert
+from locality.checkpoints import SOURCES, Classifier, convert
 from locality.cli import main
 from locality.training import train
 from locality_papers import experiment
@@ -216,3 +220,14 @@ def test_every_number_of_the_readme_has_a_source():
 def test_the_page_on_weights_lists_all():
     text = (ROOT / "docs/weights.md").read_text().partition("None of these was")[0]
     assert set(re.findall(r"`(\w+\.\w+)`", text)) == set(SOURCES)
+
+
+@pytest.mark.parametrize(("size", "channels"), [(8, 3), ((8, 12), 1)])
+def test_images_for_a_graph_are_prepared_as_ours(size, channels):
+    (code,) = re.findall(r"def prepare.*?\n\n", (ROOT / "docs/export.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {"np": np, "Image": Image, "ImageOps": ImageOps}
+    exec(code, names)
+    subject = Classifier.of(create_model("convit_nano", img_size=size, in_chans=channels))
+    image = Image.effect_noise((100, 81), 50).convert("RGB")
+    pixels = names["prepare"](image, **dataclasses.asdict(subject.preprocessing))
+    torch.testing.assert_close(torch.from_numpy(pixels), subject.prepare([image])[0])

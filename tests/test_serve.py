@@ -20,10 +20,13 @@ import torch
 from PIL import Image
 
 import locality
-from locality.checkpoints import open_model, save
+from locality.checkpoints import Classifier, open_model, save
 from locality.cli import main
+from locality.errors import UserError
 
 pytest.importorskip("fastapi")
+from locality.serve import application
+
 pytestmark = pytest.mark.slow
 
 CLASSES = [f"digit <b>{number}</b>" for number in range(10)]
@@ -56,7 +59,7 @@ REFUSED = [
     *((method, "/predict", None, 405, "Not Allowed") for method in ("GET", "PUT", "DELETE")),
     ("POST", "/predict", b"", 422, "the file is empty"),
     ("POST", "/predict", b"/etc/passwd", 422, "not an image"),
-    ("POST", "/predict", b"x", 415, "--data-binary", {"Content-Type": "multipart/form-data"}),
+    ("POST", "/predict", b"x", 415, "--data-binary", {"Content-Type": "Multipart/form-data"}),
     ("GET", "/", None, 400, "host", {"Host": "evil.example"}),
     ("POST", "/predict", photo(), 400, "host", {"Host": "127.0.0.1.evil.example:80"}),
     ("POST", "/predict", photo(), 403, "http://evil.example", {"Origin": "http://evil.example"}),
@@ -128,10 +131,18 @@ def ask(process):
     return partial(request, process.address)
 
 
+def test_a_model_that_cannot_answer_is_not_served():
+    for fields, named in (({"num_classes": 0}, "no classifier"), ({"in_chans": 5}, "5 channels")):
+        subject = Classifier.of(locality.create_model("convit_nano", **fields))
+        with pytest.raises(UserError, match=named):
+            application(subject)
+
+
 def test_it_is_reached_from_this_machine_alone(process):
     (listening,) = psutil.Process(process.pid).net_connections("tcp")[:1]
     assert process.address == f"http://127.0.0.1:{listening.laddr.port}"
     assert listening.laddr.ip == "127.0.0.1"
+    assert request(process.address, "HEAD", "/") == (200, b"")
 
 
 def test_it_predicts_what_the_model_does(ask, process, model):

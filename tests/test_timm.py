@@ -256,6 +256,13 @@ def test_a_folder_of_timms_is_read_as_our_model(tmp_path):
             assert torch.equal(each(x), model(x))
 
 
+def test_a_model_created_by_name_is_saved_by_timm(tmp_path):
+    model, x = create_model("convit_nano", num_classes=3).eval(), torch.randn(2, 3, 8, 8)
+    save_for_hf(model, tmp_path)
+    theirs = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    torch.testing.assert_close(theirs(x), model(x))
+
+
 # Public weights, from substitute files.
 
 

@@ -78,9 +78,11 @@ def test_features_are_ours(tmp_path, name):
 @pytest.mark.parametrize("factor", [1, 2])
 @pytest.mark.parametrize("name", ["convit_nano", "deit_nano", "cvt_nano"])
 def test_logits_are_ours_after_both_ways(tmp_path, name, factor):
-    model = model_of(name)
+    model = model_of(name, **({"freeze_gating": True} if name == "convit_nano" else {}))
     x = torch.randn(2, 3, *(factor * side for side in model.img_size))
     theirs = AutoModelForImageClassification.from_pretrained(saved(tmp_path, model))
+    trained = [parameter.requires_grad for parameter in model.parameters()]
+    assert [parameter.requires_grad for parameter in theirs.parameters()] == trained
     assert isinstance(theirs, LocalityForImageClassification) and not theirs.training
     assert theirs.locality.config == model.config and theirs.locality.variant == name
     with torch.no_grad():
@@ -146,7 +148,9 @@ def test_the_loss_is_there_with_labels_and_first_in_a_tuple():
     model, _ = from_locality(model_of("deit_nano"))
     x, labels = torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 0])
     model.activation_checkpointing_enable()
-    assert model.locality.grad_checkpointing
+    assert model.locality.grad_checkpointing and model.is_activation_checkpointing
+    with pytest.raises(UserError, match="every_n_layers"):
+        model.activation_checkpointing_enable(every_n_layers=2)
     out = model(x, labels=labels)
     torch.testing.assert_close(out.loss, torch.nn.functional.cross_entropy(out.logits, labels))
     assert model(x).loss is None
@@ -260,3 +264,14 @@ def test_another_classifier_has_no_temperature(tmp_path):
     for options, temperature in (({}, 2.5), (more, 1.0)):
         found = LocalityForImageClassification.from_pretrained(tmp_path, **options)
         assert found.config.temperature == temperature
+
+
+@pytest.mark.parametrize("asked", ["output_attentions", "output_hidden_states"])
+def test_a_compiled_model_returns_what_is_asked_for_after_a_plain_call(asked):
+    torch.compiler.reset()
+    model, _ = from_locality(model_of("convit_nano"))
+    compiled, x = torch.compile(model, backend="eager"), torch.randn(1, 3, 8, 8)
+    logits = compiled(x).logits
+    output = compiled(x, **{asked: True})
+    assert len(output[asked.removeprefix("output_")]) >= 4
+    torch.testing.assert_close(output.logits, logits)

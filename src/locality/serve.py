@@ -60,7 +60,12 @@ def application(classifier: Classifier, title: str = "") -> FastAPI:
     Args:
         classifier: the model; /attention does not support ONNX graphs.
         title: the page's title; by default the model's name.
+
+    Raises:
+        UserError: the model cannot classify images.
     """
+    with contextlib.suppress(NonFiniteLogits):  # may be this image's
+        classifier([Image.new("RGB", (8, 8))])
     # The docs pages of FastAPI load external scripts.
     app = FastAPI(title=classifier.name, version=__version__, docs_url=None, redoc_url=None)
     page = render(
@@ -87,7 +92,9 @@ def application(classifier: Classifier, title: str = "") -> FastAPI:
             status = 500 if isinstance(error, NonFiniteLogits) else 422
             raise HTTPException(status, str(error)) from None
 
-    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
+    @app.api_route(
+        "/", methods=["GET", "HEAD"], response_class=HTMLResponse, include_in_schema=False
+    )
     async def show() -> str:
         return page
 
@@ -128,7 +135,7 @@ async def _body(request: Request) -> bytes:
     Raises:
         HTTPException: too large, too slow, or a form.
     """
-    if request.headers.get("content-type", "").startswith("multipart/"):
+    if request.headers.get("content-type", "").lower().startswith("multipart/"):
         raise HTTPException(415, "send the image itself, as in curl --data-binary @photo.jpg")
     data, most = bytearray(), MEGABYTES * 1_000_000
     try:
@@ -158,7 +165,7 @@ def serve(
         title: see `application`.
 
     Raises:
-        UserError: cannot listen on the address, or a host name is invalid.
+        UserError: see `application`; cannot listen on the address, or a host name is invalid.
     """
     addresses = [own.address for listed in psutil.net_if_addrs().values() for own in listed]
     # Older versions of starlette cut a name at its first colon, which leaves "[" of any IPv6

@@ -164,23 +164,32 @@ class LocalityForImageClassification(transformers.PreTrainedModel):
                 Default: as in the configuration.
             interpolate_pos_encoding: accepted; position embeddings always are where sizes differ.
         """
-        with self._observed(output_attentions, output_hidden_states) as parts:
-            logits = self.locality(pixel_values)
+        asked = output_attentions, output_hidden_states
+        logits, parts = self._with_parts(self.locality, pixel_values, *asked)
         if not self.training:
             logits = logits / self.config.temperature
         loss = None if labels is None else self.loss_function(labels, logits, self.config)
         return LocalityOutput(loss=loss, logits=logits, **parts)
 
-    @contextlib.contextmanager
-    def _observed(self, attentions: bool | None, states: bool | None) -> Iterator[dict[str, Any]]:
-        """Context manager: the parts of `LocalityOutput` that are asked for, filled at its end."""
-        config, parts = self.config, dict[str, Any]()
-        attentions = config.output_attentions if attentions is None else attentions
-        states = config.output_hidden_states if states is None else states
+    def _with_parts(
+        self, function: Any, images: Tensor, attentions: bool | None, states: bool | None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """function(images), and the parts of `LocalityOutput` that are asked for."""
+        attentions = self.config.output_attentions if attentions is None else attentions
+        states = self.config.output_hidden_states if states is None else states
+        if not (attentions or states):
+            return function(images), {}
+        return self._observed(function, images, attentions, states)
+
+    @torch.compiler.disable  # compiled code ignores hooks that are added later
+    def _observed(
+        self, function: Any, images: Tensor, attentions: bool | None, states: bool | None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        parts = dict[str, Any]()
         with contextlib.ExitStack() as observed:
             views = observed.enter_context(capture(self.locality)) if attentions else []
             hidden = observed.enter_context(_hidden_states(self.locality)) if states else None
-            yield parts
+            result = function(images)
         if hidden is not None:
             parts["hidden_states"] = tuple(hidden)
         if attentions:
@@ -189,6 +198,7 @@ class LocalityForImageClassification(transformers.PreTrainedModel):
             parts["content_attentions"] = tuple(layer.content for layer in maps)
             parts["positional_attentions"] = tuple(layer.position for layer in maps)
             parts["gates"] = tuple(layer.gate for layer in maps)
+        return result, parts
 
     def init_weights(self) -> None:
         """Do nothing: `build` has initialised the weights as in the papers."""
@@ -208,9 +218,20 @@ class LocalityForImageClassification(transformers.PreTrainedModel):
             fresh = _tensors(build(self.locality.config))
             for name, tensor in missing.items():
                 tensor.copy_(fresh[name])
+        # transformers loads every parameter as trainable.
+        with torch.device("meta"):
+            built = build(self.locality.config)
+        for name, parameter in built.named_parameters():
+            if not parameter.requires_grad:
+                self.locality.get_parameter(name).requires_grad_(False)
 
-    def _set_gradient_checkpointing(self, enable: bool = True, *_: Any, **options: Any) -> None:
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, *_: Any, every_n_layers: int = 1, **options: Any
+    ) -> None:
+        if every_n_layers != 1:
+            raise UserError("every_n_layers has to be 1: all blocks are recomputed, or none")
         self.locality.set_grad_checkpointing(enable)
+        self.gradient_checkpointing = enable  # what transformers reports
 
 
 class LocalityModel(LocalityForImageClassification):
@@ -226,8 +247,8 @@ class LocalityModel(LocalityForImageClassification):
     ) -> BaseModelOutputWithPooling:
         """Normalised images (B, C, H, W) → `last_hidden_state`, the tokens (B, N, width), and
         `pooler_output`, the classifier's input (B, width); arguments as in the classifier."""
-        with self._observed(output_attentions, output_hidden_states) as parts:
-            features = self.locality.forward_features(pixel_values)
+        asked = output_attentions, output_hidden_states
+        features, parts = self._with_parts(self.locality.forward_features, pixel_values, *asked)
         pooled = self.locality.forward_head(features, pre_logits=True)
         others = parts.get("hidden_states"), parts.get("attentions")
         return BaseModelOutputWithPooling(features, pooled, *others)

@@ -4,6 +4,8 @@ The references are timm's and transformers' own code. Microsoft's is transformer
 activation, under the names in the description of its files.
 """
 
+import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -143,11 +145,15 @@ def test_every_option_is_equal_or_refused(family, options, holds, tmp_path, rand
             with pytest.raises(UserError):
                 convert(source, target, to)
             continue
-        convert(source, target, to)
+        said = convert(source, target, to)
         if to != "locality":
             theirs = reference(to, read_state(target)[0], model.config)(images)
             logits = getattr(theirs, "logits", theirs)
             torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+            variant, settings = re.search(r"--variant (\S+)(.*)", said).groups()
+            settings = {n: json.loads(x) for n, x in re.findall(r"--set (\w+)=(\S+)", settings)}
+            advised = read(target, variant, settings=settings).build()
+            torch.testing.assert_close(advised(images), expected, atol=1e-6, rtol=1e-6)
         back = read(target, like=model.config).build()
         torch.testing.assert_close(back(images), expected, atol=1e-6, rtol=1e-6)
 

@@ -112,6 +112,20 @@ def test_a_fused_model_is_not_saved(fields, tmp_path):
         save(build("cvt_13", **SMALL_CVT | fields).fuse(), tmp_path)
 
 
+def test_a_model_pruned_without_its_norm_is_not_saved(tmp_path):
+    model = build("convit_nano")
+    model.prune_intermediate_layers(1, prune_norm=True)
+    with pytest.raises(UserError, match=r"^a model pruned without its norm.*norm\.weight"):
+        save(model, tmp_path)
+
+
+def test_models_of_one_checkpoint_share_no_memory():
+    held = Checkpoint.of(build("convit_nano"))
+    one, two = held.build(), held.build()
+    one.norm.weight.data.zero_()
+    assert two.norm.weight.all() and held.state["norm.weight"].all()
+
+
 def test_another_classifier_is_not_calibrated(tmp_path):
     model = build("convit_nano")
     model.temperature, model.problem_type = 2.5, "multi_label_classification"
@@ -125,6 +139,11 @@ def test_another_classifier_is_not_calibrated(tmp_path):
 def test_features_are_no_probabilities(fields):
     with pytest.raises(UserError, match="no classifier"):
         Classifier.of(build("convit_nano", **fields)).predict(PICTURE)
+
+
+def test_a_classifier_needs_a_name_for_each_class():
+    with pytest.raises(UserError, match="2 class names given for 10 classes"):
+        Classifier.of(build("convit_nano"), classes=["cat", "dog"])
 
 
 def test_a_classifier_is_cast_copied_and_pickled():
@@ -173,8 +192,10 @@ def test_the_card_states_what_was_measured_and_nothing_else(tmp_path):
     assert "private" not in text and "None" not in text and "Top-5" not in text
     data = ModelCard(text).data
     assert data.library_name == "locality" and data.datasets is None
-    save(build("convit_nano"), tmp_path)
-    assert "%" not in (tmp_path / "README.md").read_text()  # no unmeasured figures
+    save(build("convit_nano", depth=5), tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert "%" not in text  # no unmeasured figures
+    assert "# convit_nano with other settings" in text
 
 
 # Faults of a folder.

@@ -39,6 +39,7 @@ def test_the_data_configuration_is_that_of_the_model(channels):
     model = create_model("convit_photo.tiny_in200", img_size=96, in_chans=channels)
     data = resolve_model_data_config(model)
     assert data["input_size"] == (channels, 96, 96) and len(data["mean"]) == channels
+    assert data["crop_pct"] == SOURCES["convit_photo.tiny_in200"].preprocessing.crop_pct == 1.0
 
 
 def test_every_source_names_a_model_and_a_tag():
@@ -257,8 +258,19 @@ def test_a_model_with_weights_knows_what_they_know(tmp_path, randomise):
     other = create_model(NANO, num_classes=3, weights=folder, img_size=12)
     assert other.preprocessing == input.at((12, 12)) and other.classes is None
     assert other.temperature == 1.0
+    grey = create_model(NANO, in_chans=1, weights=folder).preprocessing
+    assert grey == Preprocessing((8, 8), (0.5,), (0.5,), crop_pct=1.0, exif=True)
+    load_weights(torch.compile(model), folder, classes=names[::-1])
+    assert (model.classes, model.temperature) == (tuple(names[::-1]), 1.0)
 
 
 def test_what_only_training_uses_may_differ_in_timms_models(tmp_path):
     folder = save(create_model("timm/test_vit", num_classes=2), tmp_path / "saved")
     create_model("timm/test_vit", num_classes=2, weights=folder, settings={"drop_path_rate": 0.1})
+    assert open_model(folder).preprocessing.crop_pct == 0.95  # timm's own
+
+
+def test_timms_preprocessing_that_is_not_supported_is_said(caplog):
+    with torch.device("meta"):
+        assert create_model("timm/volo_d4_448").preprocessing is None
+    assert "crop_pct is 1.15" in caplog.text

@@ -53,6 +53,8 @@ MISTAKES = [
     ("predict photos --model a.pth --top 0", "top is 0"),
     ("eval runs/photos --data imagenet", "data.root"),
     ("eval runs/photos --fraction 0.1", "--data.fraction"),
+    ("eval runs/photos --overwrite", "needs --predictions"),
+    ("predict photos --model runs/photos --overwrite", "needs --output"),
     ("report nowhere", "nowhere"),
     ("explore runs/photos --images nope.jpg", "nope.jpg"),
     ("convert runs/photos out.pth --to microsft", "microsoft"),

@@ -79,7 +79,8 @@ def test_calibrated_probabilities_are_one_everywhere(run, images, tmp_path, cli)
         logits = opened.logits(opened.prepare([picture]))
     expected = (logits / kept).softmax(1).amax().item()
     assert max(rows[0].values()) == pytest.approx(expected, abs=1e-6)
-    assert cli("eval", run, "--calibrate", "--tta", "flip", code=2).err.count("\n") == 1
+    for option in (("--tta", "flip"), ("--img_size", 16), ("--precision", "bf16-mixed")):
+        assert cli("eval", run, "--calibrate", *option, code=2).err.count("\n") == 1
 
 
 @pytest.mark.slow
@@ -210,6 +211,9 @@ def test_predict_takes_the_model_first_and_a_file_for_the_table(run, images, tmp
         assert cli("predict", run, *given, "--output", "-").out == table
     cli("predict", run, images, "--output", tmp_path / "p.csv")
     assert (tmp_path / "p.csv").read_text() == table
+    twice = locality.save(locality.create_model("cvt_nano", num_classes=3), tmp_path, classes="aab")
+    table = cli("predict", twice, images, "--output", "-").out
+    assert table.partition("\n")[0] == "path,prediction,a (0),a (1),b"
 
 
 def test_the_end_of_a_run_says_what_to_type_and_that_works(tmp_path, cli):

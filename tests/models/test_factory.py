@@ -4,7 +4,7 @@ import pytest
 
 from locality.models import build
 from locality.models.config import CvTConfig, TimmConfig
-from locality.models.variants import VARIANTS, named, nearest, variant
+from locality.models.variants import VARIANTS, list_models, named, nearest, variant
 from locality.settings import to_dict
 
 STAGES = {"embed_dim": (8, 16), "num_heads": (1, 2), "depth": 1, "mlp_ratio": 2.0}
@@ -76,3 +76,9 @@ REFUSALS = {
 def test_refusals_name_the_field(model, fields, named):
     with pytest.raises(ValueError, match=named):
         build(model, **fields)
+
+
+def test_an_unknown_family_is_refused():
+    assert set(list_models("nano", "cvt")) == {"cvt_nano"}
+    with pytest.raises(ValueError, match="vit"):
+        list_models(family="vit")

@@ -146,6 +146,16 @@ def test_a_fused_copy_has_the_same_logits_and_cannot_train(model):
     assert model.train().fuse().training is False and model.training
     with pytest.raises(ValueError, match="fused"):
         fused.train()
+    with pytest.raises(ValueError, match="fused"):
+        fused.load_state_dict(before)
+
+
+def test_fusing_keeps_layers_that_have_hooks():
+    model = build("cvt_nano").eval()
+    (block,), x = model.stages[0].blocks, images(model)
+    for layer in (block.attn.k.norm, block.mlp.act):
+        layer.register_forward_hook(lambda _, args, output: 2 * output)
+        assert_near(model.fuse()(x), model(x))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def test_training_ends_when_top1_has_not_risen_for_long(tmp_path, evaluations):
     assert read_checkpoint(tmp_path / "checkpoints/last.ckpt")["step"] == 4
 
 
-def test_the_weights_of_a_run_are_those_of_its_best_evaluation(tmp_path, evaluations):
+def test_the_weights_of_a_run_are_those_of_its_best_evaluation(tmp_path, evaluations, caplog):
     evaluations((10, 2), (30, 1), (30, 0.9), *itertools.repeat((20, 0.1), 5))
     best, short = tmp_path / "best", tmp_path / "short"
     train(tiny(schedule__eval_every=1, schedule__patience=8, schedule__save_every=4), best)
@@ -32,6 +32,10 @@ def test_the_weights_of_a_run_are_those_of_its_best_evaluation(tmp_path, evaluat
     assert load_best_state(short)["step"] == 8
     kept = load_run(best)[0].state_dict()
     assert_same(dict(kept), load_file(short / "snapshots/step-00000003.safetensors"))
+    assert not caplog.records
+    (best / "checkpoints" / BEST).write_bytes(b"damaged")
+    assert load_best_state(best)["step"] == 8
+    assert f"{BEST} is damaged" in caplog.text and "last.ckpt is used" in caplog.text
 
 
 def test_with_class_weights_the_mean_accuracy_of_the_classes_chooses(

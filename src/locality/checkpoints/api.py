@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from locality import checks
 from locality.checkpoints.loading import load_weights, read, set_data_config, timms_preprocessing
-from locality.checkpoints.native import ProblemType, class_map
+from locality.checkpoints.native import ProblemType
 from locality.checkpoints.onnx import open_graph
 from locality.checkpoints.registry import WEIGHT_FILES, detect_kind, graph_not_model, source
 from locality.data.config import Preprocessing
@@ -88,6 +88,8 @@ class Classifier:
                 "the outputs of a regression model are values, not probabilities of classes; "
                 "locality.load gives the model"
             )
+        if self.classes is not None and len(self.classes) != self.num_classes:
+            raise UserError(f"{len(self.classes)} class names given for {self.num_classes} classes")
 
     @classmethod
     def of(
@@ -103,7 +105,8 @@ class Classifier:
         the model's image size, and none.
 
         Raises:
-            UserError: if the channels of `preprocessing` and the model differ.
+            UserError: if the channels of `preprocessing` and the model differ, or the number of
+                names is not the number of classes.
         """
         model = model.eval()
         preprocessing = default_preprocessing(preprocessing or model.preprocessing, model.config)
@@ -259,10 +262,6 @@ class Classifier:
         """The same model with test-time augmentation, see `Flipped`."""
         return replace(self, logits=partial(_without_gradients, Flipped(self.logits)))
 
-    def with_classes(self, names: Sequence[str]) -> "Classifier":
-        """The same model with the class names of its outputs, see `class_map`."""
-        return replace(self, classes=class_map(self, self.num_classes, names))
-
     def module(self) -> ImageClassifier:
         """The PyTorch model.
 
@@ -409,9 +408,9 @@ def create_model(
         weights = row.name if pretrained else weights
     model = factory.build(row.model if row else name, img_size=img_size, **overrides)
     known = timms_preprocessing(model.config) if row is None else row.preprocessing
-    if known is None or len(known.mean) != model.in_chans:
-        known = Preprocessing.imagenet(model.img_size, model.in_chans)
-    set_data_config(model, known.at(model.img_size))
+    if known is not None:
+        model.preprocessing = known.at(model.img_size).with_channels(model.in_chans)
+    set_data_config(model, default_preprocessing(model.preprocessing, model.config))
     if weights is not None:
         changes = load_weights(model, weights, entry)
         if changes and img_size is None and "num_classes" not in overrides:

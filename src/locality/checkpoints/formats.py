@@ -97,7 +97,10 @@ class KeyMap:
             UserError: if the format cannot hold the model.
         """
         if not isinstance(config, self.families):
-            raise UserError(f"the format '{self.name}' does not hold {config.title}")
+            families = " or ".join(family.title for family in self.families)
+            raise UserError(
+                f"the format '{self.name}' holds {families} of this library; this is {config.title}"
+            )
         for requirement, met in self.requires(config).items():
             if not met:
                 raise UserError(

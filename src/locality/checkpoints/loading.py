@@ -4,6 +4,7 @@ Sources are run folders, saved folders, weight files of any known format, public
 models and repositories on the Hugging Face hub.
 """
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +30,7 @@ from locality.files import atomic_file, parse_json, read_json, write_atomic
 from locality.models.base import ImageClassifier
 from locality.models.config import TimmConfig, signature_diff
 from locality.models.transformer import position_embedding
-from locality.models.variants import VARIANTS, identify, named
+from locality.models.variants import VARIANTS, identify, named, nearest
 from locality.runs import Run
 from locality.settings import from_dict
 
@@ -200,10 +201,15 @@ def _open_timm(what: str, _: object) -> Opened:
 
 
 def timms_preprocessing(config: Any) -> Preprocessing | None:
-    """timm's preprocessing of its own model, if that is for as many channels."""
-    if not isinstance(config, TimmConfig) or config.in_chans != TimmConfig.in_chans:
+    """timm's preprocessing of its own model; None of others, or if it is not supported."""
+    if not isinstance(config, TimmConfig):
         return None
-    return formats.timm_preprocessing(config.data_config())
+    try:
+        known = formats.timm_preprocessing(config.data_config())
+    except UserError as error:
+        _log.warning(f"timm's preprocessing of {config.name} is not used: {error}")
+        return None
+    return known and known.with_channels(config.in_chans)
 
 
 def _open_hub(what: str, _: object) -> Opened:
@@ -267,6 +273,7 @@ def load_weights(
         FileNotFoundError: if `what` does not exist.
         UserError: if the weights are damaged or do not fit, naming `what` and the cause.
     """
+    model = getattr(model, "_orig_mod", model)  # torch.compile's
     target = model.config
     checkpoint = read(what, entry=entry, like=target)
     with prefix_errors(what):
@@ -281,14 +288,16 @@ def load_weights(
             changes += adapt(state, checkpoint.config, target, fresh)
         native.check_keys(state, fresh, "locality's")
     model.load_state_dict(state, strict=True)
+    model.forget_classifier()
     if (names := joinable(checkpoint.classes)) and set(names) <= set(classes or ()):
         model.inherited = [list(classes or ()).index(name) for name in names]
-    if classes is None and checkpoint.config.num_classes == target.num_classes:
+    if classes is not None:
+        model.classes = tuple(classes)
+    elif checkpoint.config.num_classes == target.num_classes:
         for name in ("classes", "problem_type", "temperature"):
             setattr(model, name, getattr(checkpoint, name))
-    prepared = checkpoint.preprocessing
-    if prepared is not None and len(prepared.mean) == target.in_chans:
-        model.preprocessing = prepared.at(model.img_size)
+    if (prepared := checkpoint.preprocessing) is not None:
+        model.preprocessing = prepared.at(model.img_size).with_channels(target.in_chans)
         set_data_config(model, model.preprocessing)
     for change in changes:
         _log.info(change)
@@ -296,10 +305,13 @@ def load_weights(
 
 
 def set_data_config(model: ImageClassifier, preprocessing: Preprocessing) -> None:
-    """Set the part of `pretrained_cfg` that timm's `resolve_model_data_config` reads."""
+    """Set the parts of `pretrained_cfg` that timm's `resolve_model_data_config` and `save_for_hf`
+    read."""
     shared = {name: getattr(preprocessing, name) for name in PREPROCESSING_KEYS}
     size = {"input_size": (model.in_chans, *preprocessing.size)}
-    model.pretrained_cfg = (getattr(model, "pretrained_cfg", None) or {}) | size | shared
+    name, _ = identify(model.config)
+    own = {"architecture": formats.REGISTERED + name} if name else {}
+    model.pretrained_cfg = (getattr(model, "pretrained_cfg", None) or {}) | own | size | shared
 
 
 def _classifier(
@@ -377,6 +389,18 @@ def resample_pos_embeds(state: Weights, source: Any, target: Any, fresh: State) 
     return changes
 
 
+def _how_to_read(config: Any) -> str:
+    """The options with which weights alone are read as the model of `config`."""
+    name, settings = nearest(config), dict[str, Any]()
+    for _ in range(2):  # a default may depend on another setting
+        other = signature_diff(named(name, **settings), config)
+        settings |= {setting: own for setting, (_, own) in other.items()}
+    if isinstance(config.img_size, tuple):  # weights tell the side of a square alone
+        settings["img_size"] = config.img_size
+    values = {n: json.dumps(value, separators=(",", ":")) for n, value in settings.items()}
+    return " ".join([f"--variant {name}", *(f"--set {n}={value}" for n, value in values.items())])
+
+
 def convert(
     source: Path | str,
     target: Path | str,
@@ -414,7 +438,8 @@ def convert(
     target = Path(target)
     registry.check_target(target, to, overwrite)
     checkpoint = read(source, model, entry, settings)
-    checkpoint = checkpoint if classes is None else checkpoint.with_classes(classes)
+    if classes is not None:
+        checkpoint = native.with_classes(checkpoint, checkpoint.config.num_classes, classes)
     if half:
         state = {
             name: tensor.half() if tensor.is_floating_point() else tensor
@@ -430,10 +455,9 @@ def convert(
         else:
             with atomic_file(target) as file:
                 torch.save(state, file)
-        name = checkpoint.name or "the nearest, and --set for each setting that differs"
         notes = (
             f"\nthe format keeps tensors alone: no heads, strides, padding, pooling, activation, "
-            f"preprocessing or class names; read it with --variant {name}"
+            f"preprocessing or class names; read it with {_how_to_read(checkpoint.config)}"
         )
     elif target.suffix:
         native.write_file(checkpoint, target)

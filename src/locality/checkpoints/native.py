@@ -26,11 +26,12 @@ from torch import Tensor, nn
 from locality import __version__, checks
 from locality.checkpoints.registry import FORMAT, WEIGHTS
 from locality.data.config import Preprocessing
-from locality.errors import UserError, lookup, one_line, some, wrap_errors
+from locality.errors import UserError, lookup, one_line, prefix_errors, some, wrap_errors
 from locality.files import open_file, write_atomic
 from locality.machine import limited
 from locality.models.base import ImageClassifier
 from locality.models.factory import MODELS, build
+from locality.models.variants import VARIANTS, identify
 from locality.settings import from_dict
 from locality.templates import render
 
@@ -204,14 +205,12 @@ ProblemType = Literal["single_label_classification", "multi_label_classification
 
 
 def _as_built(tensor: Tensor, expected: Tensor) -> Tensor:
-    """The tensor in the dtype and the memory format (timm's: channels-last) of the built model."""
-    if (tensor.dtype, tensor.stride()) == (expected.dtype, expected.stride()):
-        return tensor
+    """A copy in the dtype and the memory format (timm's: channels-last) of the built model."""
     return torch.empty_like(expected, device="cpu").copy_(tensor)
 
 
-def class_map(model: Any, outputs: int, names: Sequence[str]) -> tuple[str, ...]:
-    """The names of a model's outputs, in order.
+def with_classes(model: Any, outputs: int, names: Sequence[str]) -> Any:
+    """A `Checkpoint` or `Classifier` with the names of its outputs, in order.
 
     Raises:
         UserError: if it has `classes`, or another number of outputs.
@@ -223,7 +222,7 @@ def class_map(model: Any, outputs: int, names: Sequence[str]) -> tuple[str, ...]
             f"the class map has {len(set(names))} different names on {len(names)} lines, but "
             f"{model.name or 'the model'} has {outputs} outputs"
         )
-    return tuple(names)
+    return dataclasses.replace(model, classes=tuple(names))
 
 
 def meta_state_dict(config: Any) -> dict[str, Tensor]:
@@ -296,15 +295,12 @@ class Checkpoint:
         expected = meta_state_dict(inner.config)
         if inner.fused:
             raise UserError("a fused model is not stored; give the model it was fused from")
-        check_keys(state, expected, "locality's")
+        with prefix_errors("a model pruned without its norm, or changed otherwise, is not stored"):
+            check_keys(state, expected, "locality's")
         check_finite(state)
         names = known.classes if classes is None else tuple(classes)
         about = inner.variant, preprocessing or known.preprocessing, names, known.problem_type
         return cls(inner.config, state, *about, figures, known.temperature)
-
-    def with_classes(self, names: Sequence[str]) -> "Checkpoint":
-        """The same model with the class names of its outputs, see `class_map`."""
-        return dataclasses.replace(self, classes=class_map(self, self.config.num_classes, names))
 
     def build(self) -> ImageClassifier:
         """Build the model, in evaluation mode, on the CPU in fp32.
@@ -380,7 +376,9 @@ class Checkpoint:
 
 def model_card(checkpoint: Checkpoint) -> str:
     """A model card in Markdown, with the hub's metadata and any known figures."""
-    title = checkpoint.name or type(checkpoint.config).__name__.removesuffix("Config")
+    name = checkpoint.name or type(checkpoint.config).__name__.removesuffix("Config")
+    other = f"{name} with other settings" if name in VARIANTS else name
+    title = identify(checkpoint.config)[0] or other
     statistics = ("running_mean", "running_var", "num_batches_tracked")
     sizes = {name: tensor.numel() for name, tensor in checkpoint.state.items()}
     card = render(

@@ -6,6 +6,7 @@ checkpoint replaces the old one only when it is on disk; the old one is kept as 
 """
 
 import hashlib
+import logging
 import os
 import shutil
 import threading
@@ -21,6 +22,8 @@ from locality import checks
 from locality.checkpoints.native import unpickle
 from locality.errors import CheckpointNotSaved, NonFiniteWeights, RunFailed, UserError, one_line
 from locality.files import atomic_file, open_file
+
+_log = logging.getLogger("locality")
 
 LAST = "last.ckpt"
 PREVIOUS = "previous.ckpt"
@@ -241,8 +244,10 @@ class CheckpointFolder:
 
 def load_best_state(folder: Path | str) -> dict[str, Any]:
     """The best checkpoint of a run if it has one, else the last intact one. Read-only."""
-    state, _, damaged = _newest_valid(Path(folder) / "checkpoints", (BEST, LAST, PREVIOUS))
+    state, name, damaged = _newest_valid(Path(folder) / "checkpoints", (BEST, LAST, PREVIOUS))
     if state is not None:
+        for error in damaged.values():
+            _log.warning(f"{error}; {name} is used instead")
         return state
     reason = "; ".join(damaged.values()) or "no checkpoint yet"
     raise UserError(f"run folder {folder} has no weights to load: {reason}")

@@ -259,6 +259,7 @@ class GivenModel:
     def opened(self) -> Classifier:
         """The loaded model."""
         from locality.checkpoints.api import open_model
+        from locality.checkpoints.native import with_classes
 
         _use_spare_threads()
         given = self._options
@@ -266,7 +267,8 @@ class GivenModel:
         if (names := self.class_names) is None:
             return opened
         with prefix_errors(given.class_map):
-            return opened.with_classes(names)
+            named: Classifier = with_classes(opened, opened.num_classes, names)
+            return named
 
     @property
     def class_names(self) -> list[str] | None:

@@ -78,6 +78,8 @@ def predict(arguments: Sequence[str]) -> int:
             )
     if options.output is not None:
         parser.refuse("top json", "has no effect with --output")
+    else:
+        parser.refuse("overwrite", "needs --output")
     output = None if options.output == "-" else options.output
     check_parent(output)
     check_output(output, options.overwrite)
@@ -96,7 +98,7 @@ def predict(arguments: Sequence[str]) -> int:
     results = list(zip(read, probabilities, strict=True))
     code = report_unreadable(bad, len(files), "images")
     if options.output is not None:
-        names = [classifier.label(index) for index in range(len(probabilities[0]))]
+        names = _distinct([classifier.label(index) for index in range(len(probabilities[0]))])
         written = predictions_csv(["path"], names, results, least)
         if output is None:
             print(written, end="")
@@ -104,16 +106,16 @@ def predict(arguments: Sequence[str]) -> int:
             write_atomic(output, written)
             print(Path(output).absolute())
         return code
-    named = [(str(file), classifier.top_classes(row, options.top)) for file, row in results]
-    for file, classes in named:
+    for file, row in results:
+        classes = classifier.top_classes(row, options.top)
         known = max(classes.values()) >= least
         if options.json:
             prediction = next(iter(classes)) if known else UNKNOWN
-            print(json.dumps({"image": file, "prediction": prediction, "classes": classes}))
+            print(json.dumps({"image": str(file), "prediction": prediction, "classes": classes}))
             continue
         shown = "  ".join(f"{name} {100 * p:.1f}%" for name, p in classes.items())
         shown = shown if known else f"{UNKNOWN}  ({shown})"
-        print(f"{printable(file)}: {printable(shown)}")
+        print(f"{printable(str(file))}: {printable(shown)}")
     return code
 
 
@@ -138,6 +140,12 @@ def predictions_csv(
         best = classes[int(probabilities.argmax())] if known else UNKNOWN
         listed.append([*named, best, *shown])
     return csv_text(listed)
+
+
+def _distinct(names: Sequence[str]) -> tuple[str, ...]:
+    """Class names; those of several classes with the class's number."""
+    counts = Counter(names)
+    return tuple(f"{name} ({i})" if counts[name] > 1 else name for i, name in enumerate(names))
 
 
 def _read_images(
@@ -174,6 +182,13 @@ def evaluate(arguments: Sequence[str]) -> None:
     parser.add_settings(DataConfig(), "data.", short={"dataset": "--data"})
     options = parser.read(arguments)
     parser.refuse("data.fraction data.subset", "only applies to training images")
+    if options.predictions is None:
+        parser.refuse("overwrite", "needs --predictions")
+    if options.calibrate and (options.img_size or options.precision != "fp32" or options.tta):
+        raise UserError(
+            "--calibrate fits the temperature of a run as it is used; omit --img_size, --precision "
+            "and --tta"
+        )
     model = GivenModel(options.model, options)
     check_parent(options.predictions)
     check_output(options.predictions, options.overwrite)
@@ -213,7 +228,7 @@ def evaluate(arguments: Sequence[str]) -> None:
         splits = None
     whole = other and not overrides.keys() & {"data.val_part", "data.val_fraction", "data.fold"}
     splits = training.open_for(opened, chosen, config.seed, whole, not other, splits)
-    if options.calibrate and (model.kind != "run" or other or changed or options.tta):
+    if options.calibrate and (model.kind != "run" or other or changed):
         raise UserError("--calibrate is for a run on its own validation images; omit the others")
     if model.kind == "run" and (said := training.learnt_note(Run(model.what), splits)):
         if options.calibrate:
@@ -234,7 +249,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     how |= {"splits": splits, "on_batch": keep, "tta": options.tta is not None}
     with wrap_errors(_REFUSED, AssertionError):
         result = training.evaluate_opened(opened, chosen, **how)
-    classes = opened.classes or splits.classes
+    classes = _distinct(opened.classes or splits.classes)
     predictions = collector.predictions(splits.val, classes)
     if options.calibrate:
         error = predictions.calibration()[1]

@@ -260,11 +260,8 @@ class InputConfig:
 
     @classmethod
     def imagenet(cls, img_size: int | tuple[int, int], in_chans: int = 3) -> Self:
-        """ImageNet's statistics, for models that state none; their mean unless `in_chans` is 3."""
-        if in_chans == 3:
-            return cls(img_size)
-        mean, std = (sum(of) / 3 for of in (IMAGENET_MEAN, IMAGENET_STD))
-        return cls(img_size, (mean,) * in_chans, (std,) * in_chans)
+        """ImageNet's statistics, for models that state none; see `with_channels`."""
+        return cls(img_size).with_channels(in_chans)
 
     def at(self, img_size: int | tuple[int, int]) -> Self:
         """The same preprocessing at another image size."""
@@ -273,6 +270,13 @@ class InputConfig:
     def with_default_size(self, img_size: int | tuple[int, int]) -> Self:
         """The same preprocessing, with `img_size` if it has none."""
         return self.at(img_size) if self.img_size is None else self
+
+    def with_channels(self, in_chans: int) -> Self:
+        """The same preprocessing; for another number of channels, with average mean and std."""
+        if in_chans == len(self.mean):
+            return self
+        mean, std = (sum(of) / len(of) for of in (self.mean, self.std))
+        return replace(self, mean=(mean,) * in_chans, std=(std,) * in_chans)
 
     @property
     def size(self) -> tuple[int, int]:

@@ -65,9 +65,7 @@ def linear(layer: nn.Module, x: Tensor, rows: slice | None = None) -> Tensor:
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether the layer is torch's own, and calling it does no more than its own `forward`."""
-    if type(layer) not in (nn.Linear, nn.Conv2d):
-        return False
+    """Whether calling the layer does no more than its own `forward`."""
     hooks = layer._forward_hooks or layer._forward_pre_hooks
     backward = layer._backward_hooks or layer._backward_pre_hooks
     return not (hooks or backward or "forward" in layer.__dict__ or _has_any_global_hook())
@@ -99,10 +97,13 @@ def fold(model: nn.Module) -> None:
     """
     module: Any
     for module in list(model.modules()):
-        if isinstance(getattr(module, "norm", None), _BatchNorm) and _is_plain(module.conv):
+        norm: Any = getattr(module, "norm", None)
+        act: Any = getattr(module, "act", None)
+        own = isinstance(norm, _BatchNorm) and type(module.conv) is nn.Conv2d
+        if own and _is_plain(norm) and _is_plain(module.conv):
             module.conv, module.norm = fuse_conv_bn_eval(module.conv, module.norm), nn.Identity()
-        own_act = hasattr(getattr(module, "act", None), "slope")
-        if own_act and _is_plain(module.fc1) and _is_plain(module.fc2):
+        own = hasattr(act, "slope") and type(module.fc1) is type(module.fc2) is nn.Linear
+        if own and all(map(_is_plain, (module.fc1, act, module.fc2))):
             for parameter in module.fc1.parameters():
                 parameter.mul_(module.act.slope)
             module.fc2.weight.div_(module.act.slope)

@@ -94,6 +94,16 @@ class ImageClassifier(nn.Module):
         fused.fused = True
         return fused
 
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """As torch's.
+
+        Raises:
+            UserError: for a fused model, whose layers are merged.
+        """
+        if self.fused:
+            raise UserError("load weights into a model before it is fused")
+        return super().load_state_dict(*arguments, **options)
+
     def train(self, mode: bool = True) -> Self:
         """Set training or evaluation mode.
 

@@ -152,7 +152,12 @@ def list_models(filter: str = "", family: str | None = None) -> list[str]:
     Args:
         filter: a wildcard pattern ("convit_*") or part of the name.
         family: only "convit", "deit" or "cvt".
+
+    Raises:
+        UserError: for another family.
     """
+    if family is not None:
+        lookup("family", family, FAMILY_NAMES)
     return [name for name in matching(VARIANTS, filter) if family in (None, VARIANTS[name].family)]
 
 
