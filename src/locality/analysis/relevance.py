@@ -20,6 +20,7 @@ from locality.analysis.taps import (
     eval_mode,
     head_off,
     output_projection,
+    reads_class_token,
 )
 from locality.errors import UserError
 
@@ -53,7 +54,8 @@ def relevance(model: nn.Module, images: Tensor, classes: Tensor | None = None) -
         classes: the class of each image, (B,); default the predicted one.
 
     Returns:
-        (B, H, W): the class token's row of R − I, or without one the mean over patches.
+        (B, H, W): the class token's row of R − I, or the mean over patches if the classifier does
+        not read it.
 
     Raises:
         UserError: see `rollout`; or the heads' outputs cannot be read.
@@ -85,7 +87,8 @@ def relevance(model: nn.Module, images: Tensor, classes: Tensor | None = None) -
     flow, maps = _flow(views, weighted, 1.0), views[-1].maps
     flow = flow - torch.eye(flow.shape[1]).to(flow)
     prefix = maps.prefix_tokens
-    rows = flow[:, : 1 if prefix else None, prefix:]
+    read = slice(1) if reads_class_token(model) else slice(prefix, None)
+    rows = flow[:, read, prefix:]
     return rows.mean(dim=1).unflatten(1, maps.key_grid)
 
 
