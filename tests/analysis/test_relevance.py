@@ -6,8 +6,15 @@ import pytest
 import timm
 import torch
 
-from locality.analysis import capture, head_costs, head_off, layer_similarity, relevance, rollout
-from locality.analysis.relevance import linear_cka
+from locality.analysis import (
+    capture,
+    head_costs,
+    head_off,
+    layer_similarity,
+    linear_cka,
+    relevance,
+    rollout,
+)
 from locality.errors import UserError
 from locality.models import build
 
@@ -111,6 +118,8 @@ def test_a_head_switched_off_is_a_head_of_zero_weights(any_model):
     assert {len(layer_costs) for layer_costs in costs} == {layer.num_heads}
     with pytest.raises(UserError, match="head 9 is out of range"), head_off(model, 0, 9):
         pass
+    with pytest.raises(UserError, match="needs images"):
+        head_costs(model, images[:0], torch.tensor([]))
 
 
 def test_cka_is_one_for_what_differs_by_a_rotation(any_model):
@@ -130,7 +139,13 @@ def test_cka_is_one_for_what_differs_by_a_rotation(any_model):
         layer_similarity(model, images[:1])
 
 
-def test_several_grids_are_refused(shaken):
-    model = shaken(build("cvt_nano"))
-    with pytest.raises(UserError, match="one grid only"):
-        relevance(model, torch.randn(1, 3, 8, 8))
+def test_several_grids_convolutions_and_parallel_layers_are_refused():
+    one_grid = {"kv_stride": 1, "embed_stride": (2, 1, 1)}
+    parallel = {"embed_dim": 32, "num_heads": 2, "depth": 2, "img_size": 64, "num_classes": 4}
+    for model, size in (
+        (build("cvt_nano"), 8),
+        (build("cvt_nano", **one_grid), 8),
+        (timm.create_model("vit_small_patch16_18x2_224", **parallel), 64),
+    ):
+        with pytest.raises(UserError, match="one grid only"):
+            relevance(model, torch.randn(1, 3, size, size))

@@ -23,6 +23,7 @@ from locality.analysis.taps import (
     reads_class_token,
 )
 from locality.errors import UserError
+from locality.models.cvt import ConvolutionalAttention
 
 
 def rollout(views: Sequence[LayerView]) -> Tensor:
@@ -37,7 +38,7 @@ def rollout(views: Sequence[LayerView]) -> Tensor:
         (B, N, N): the share of each input token in each final one; rows sum to one.
 
     Raises:
-        UserError: the layers have keys on another grid than queries (CvT).
+        UserError: the layers have several grids or convolutions (CvT), or some are parallel.
     """
     return _flow(views, lambda view: 0.5 * view.maps.mixed.mean(dim=1), 0.5)
 
@@ -100,10 +101,11 @@ def _flow(views: Iterable[LayerView], step: Callable[[LayerView], Tensor], kept:
         batch, _, queries, keys = maps.mixed.shape
         flow = maps.mixed.new_zeros(batch, 0, 0) if flow is None else flow
         new = queries - flow.shape[1]
-        if queries != keys or new < 0:
+        mixed = isinstance(view.module, ConvolutionalAttention) or ".attns." in view.name  # timm's
+        if mixed or queries != keys or new < 0:
             raise UserError(
-                f"{view.name} has {queries} queries and {keys} keys; attention is followed through "
-                f"layers with one grid only: DeiT, ConViT and timm's ViT"
+                f"attention is not followed through {view.name} ({queries} queries, {keys} keys), "
+                f"but through layers in sequence with one grid only: DeiT, ConViT and timm's ViT"
             )
         flow = F.pad(flow, (new, 0, new, 0))
         flow.diagonal(dim1=1, dim2=2)[:, :new] = 1  # tokens that join here
@@ -120,7 +122,12 @@ def head_costs(
         model: a `locality` model, or a timm ViT.
         images, labels: (n, C, H, W) normalised, and their classes (n,).
         batch_size: images per batch.
+
+    Raises:
+        UserError: without images.
     """
+    if not len(images):
+        raise UserError("the cost of heads needs images, and there are none")
 
     def accuracy() -> float:
         batches = zip(images.split(batch_size), labels.split(batch_size), strict=True)
