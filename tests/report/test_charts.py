@@ -1,7 +1,9 @@
+import json
+
 import numpy as np
 import pytest
 
-from locality.analysis.runs import baseline_pairs, group, read_runs
+from locality.analysis.runs import baseline_pairs, group, percent, read_runs
 from locality.analysis.statistics import Estimate, estimate, mean_curve
 from locality.figures import charts
 from locality.figures.style import figure_bytes, inline_svg
@@ -35,6 +37,14 @@ def test_whiskers_end_at_accuracies_that_there_are(make_run):
     assert (low, high) == pytest.approx((estimate([94.0, 96.0]).low, 100))
 
 
+def test_baselines_fitted_to_a_part_of_the_images_are_drawn(make_run):
+    folder = make_run(measured=False)
+    record = {"top1": {"nearest neighbour": 80.0}, "train_images": 500, "all_train_images": 1348}
+    (folder / "baselines.json").write_text(json.dumps(record))
+    figure = charts.chart(charts.draw_accuracy, group(read_runs([folder])))
+    assert figure.axes[0].get_legend_handles_labels()[1] == ["nearest neighbour of 500 images"]
+
+
 def test_a_confusion_is_as_opaque_as_its_share_of_the_labels():
     matrix = np.array([[3, 1], [0, 2]])
     axes = charts.chart(charts.draw_confusion, matrix, ["a", "b"]).axes[0]
@@ -63,7 +73,7 @@ def test_baselines_are_found_by_the_table_of_models(make_run):
 
 
 def test_numbers_in_sentences():
-    assert charts.percent(0.05) == "5%" and charts.percent(0.005) == "0.5%"
+    assert percent(0.05) == "5%" and percent(0.005) == "0.5%"
     assert page.format_estimate(Estimate(69.04, 2.06, 5)) == "69.0 ± 2.1"
     assert page.format_share(Estimate(69.04, 2.06, 5)) == "69.0 ± 2.1"
     assert page.format_share(Estimate(40.4, 56.6, 2)) == "40.4 (0 to 97)"

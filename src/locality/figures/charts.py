@@ -12,9 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from locality.analysis.baselines import unsized
 from locality.analysis.measures import nonlocality_unit
-from locality.analysis.runs import RunGroup, baselines_at
-from locality.analysis.runs import percent as percent
+from locality.analysis.runs import RunGroup, baselines_at, percent
 from locality.analysis.statistics import Estimate, estimate, mean_curve
 from locality.figures.style import CONVIT, FAINT, INK, family_colour, family_style, settings
 from locality.runs import Run
@@ -81,9 +81,9 @@ def _draw_baselines(axes: Axes, groups: Sequence[RunGroup], fractions: Sequence[
     """Grey lines at the baselines' accuracy on each fraction, without chance."""
     for position, fraction in enumerate(fractions):
         for name, accuracy in baselines_at(groups, fraction).items():
-            if name not in _BASELINE_STYLES:
+            if (dashes := _BASELINE_STYLES.get(unsized(name))) is None:
                 continue
-            style: dict[str, Any] = {"color": "0.55", "linestyle": _BASELINE_STYLES[name]}
+            style: dict[str, Any] = {"color": "0.55", "linestyle": dashes}
             style |= {"linewidth": 1.2, "label": None if position else name, "zorder": 1}
             if len(fractions) == 1:
                 axes.axvline(accuracy.mean, **style)

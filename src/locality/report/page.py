@@ -23,6 +23,7 @@ from locality.analysis.runs import (
     check_same_images,
     differing_settings,
     group,
+    percent,
     read_runs,
 )
 from locality.analysis.statistics import Estimate, proportion_interval
@@ -431,7 +432,7 @@ def _thumbnail(file: Path, run: Run) -> str | None:
 FILTERS: dict[str, Any] = {
     "breakable": breakable,
     "names": join_names,
-    "percent": charts.percent,
+    "percent": percent,
     "difference": format_estimate,
     "interval": format_share,
     "minus": minus,
