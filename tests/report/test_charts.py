@@ -30,6 +30,14 @@ def test_a_single_evaluation_is_drawn(make_run):
     assert mean.get_markevery() == 1 and point[0] == 1500
 
 
+def test_the_mean_curve_of_runs_of_a_given_time_goes_to_their_end(make_run):
+    folders = [make_run(seed=seed, measured=False) for seed in range(2)]
+    table = (folders[1] / "metrics.csv").read_text().replace("\n1500,", "\n1420,")
+    (folders[1] / "metrics.csv").write_text(table)
+    *_, mean = charts.chart(charts.draw_learning, group(read_runs(folders)), 1.0).axes[0].lines
+    assert mean.get_xdata().tolist() == [*range(150, 1351, 150), 1460]
+
+
 def test_whiskers_end_at_accuracies_that_there_are(make_run):
     runs = [make_run(seed=seed, top1=94.0 + 2 * seed, measured=False) for seed in (0, 1)]
     figure = charts.chart(charts.draw_accuracy, group(read_runs(runs)))

@@ -147,7 +147,9 @@ def draw_learning(axes: Axes, groups: Sequence[RunGroup], fraction: float) -> No
         for curve in curves:
             axes.plot(*curve.T, color=look["color"], linewidth=0.8, alpha=0.35)
         if curves:
-            mean = mean_curve([{"x": steps, "y": top1} for steps, top1 in (c.T for c in curves)])
+            # Runs of a given time end at different steps, and all of them at their end.
+            end = float(np.mean([curve[-1, 0] for curve in curves]))
+            mean = mean_curve([{"x": [*c[:-1, 0], end], "y": c[:, 1]} for c in curves])
             # 0.15 would omit the only marker of a single evaluation.
             every = 0.15 if len(mean["x"]) > 1 else 1
             look |= {"linewidth": 2.2, "markevery": every}
