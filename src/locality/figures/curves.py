@@ -65,7 +65,7 @@ def resolve_colour(name: str) -> str:
 
 def nonlocality_panels(measured: Sequence[tuple[str, Sequence[Record]]]) -> list[Record]:
     """One panel per group of runs (Figs. 5, 10, 13): a line per layer, dark to bright, and uniform
-    attention, in `nonlocality_unit`.
+    attention, in `nonlocality_unit`. Panels of the same unit share a y axis.
 
     Args:
         measured: label and one `analysis.recording.measure_trajectory` per seed of each group.
@@ -82,8 +82,11 @@ def nonlocality_panels(measured: Sequence[tuple[str, Sequence[Record]]]) -> list
         line = _line("uniform attention", "", seeds, even, dashed=True, band=False)
         panel["series"].append(line)
         panels.append(panel)
-    means = [value for panel in panels for series in panel["series"] for value in series["mean"]]
-    return [panel | {"y_range": (0, 1.05 * max(means, default=1))} for panel in panels]
+    tops: dict[str, float] = {}
+    for panel in panels:
+        means = [value for series in panel["series"] for value in series["mean"]]
+        tops[panel["y_label"]] = max([tops.get(panel["y_label"], 0.0), *means])
+    return [panel | {"y_range": (0, 1.05 * tops[panel["y_label"]])} for panel in panels]
 
 
 def gate_panels(seeds: Sequence[Record]) -> list[Record]:
