@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import matplotlib
@@ -26,12 +26,17 @@ def draw_panel(axes: Axes, panel: Record) -> None:
         panel: `title`, `x_label`, `y_label`, optionally `y_range`, and `series`, each with `label`,
             `colour` (see `resolve_colour`), `dashed`, `band`, `x`, `mean` and `half_width`.
     """
-    axes.set_title(panel["title"])
+    draw_series(axes, panel, draw_line)
+    label_axes(axes, panel["x_label"], panel["y_label"])
+
+
+def draw_series(axes: Axes, panel: Record, draw: Callable[[Axes, Record], None]) -> None:
+    """A panel's title, labels and y range, and its series by `draw`."""
+    axes.set(title=panel["title"], xlabel=panel["x_label"], ylabel=panel["y_label"])
     for series in panel["series"]:
-        draw_line(axes, series)
+        draw(axes, series)
     if "y_range" in panel:
         axes.set_ylim(*panel["y_range"])
-    label_axes(axes, panel["x_label"], panel["y_label"])
 
 
 def draw_line(axes: Axes, series: Record) -> None:
