@@ -140,6 +140,12 @@ def test_charts_and_tables_are_saved(twin_runs, open_page, tmp_path):
     assert {len(row) for row in rows} == {len(rows[0])} and rows[1][1] == "ConViT convit_nano"
 
 
+def test_a_long_name_fits_a_phone(make_run, open_page, tmp_path):
+    images = {"data.dataset": "folder", "data.root": "photographs" * 8}
+    page = build_report([make_run(settings=images)], tmp_path / "r.html")
+    assert open_page(page, 360).outside() == []
+
+
 def test_recordings_may_lack_gates(make_run, tmp_path):
     run = make_run("deit_nano")
     layers = [{"name": "blocks.0", "kind": "sa", "grid": [4, 4], "nonlocality": {"mean": [2, 2]}}]
