@@ -49,9 +49,10 @@ if TYPE_CHECKING:
 # Loading processes of a killed run exit, and release the lock, within 5 s.
 STALE_LOCK_SECONDS = 20.0
 # The fields of result.json that are read elsewhere.
-_RESULT = dict.fromkeys(("top1", "parameters", "train_images", "val_images", "steps"), float)
-_OPTIONAL = "top5? best_step? macs? seconds? images_per_second? balanced_accuracy? macro_f1?"
-_ALSO = {"model?": str, "dataset?": str} | dict.fromkeys(_OPTIONAL.split(), float)
+_REQUIRED = "top1 top5 parameters macs train_images val_images steps seconds"
+_RESULT = {"model": str} | dict.fromkeys(_REQUIRED.split(), float)
+_OPTIONAL = "best_step? images_per_second? balanced_accuracy? macro_f1?"
+_ALSO = {"dataset?": str} | dict.fromkeys(_OPTIONAL.split(), float)
 _CONFIG = {
     "model": {"name": str},
     "data": {"dataset": str, "fraction": float, "root?": str, "fold?": [int]},

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import re
 import shutil
 import xml.etree.ElementTree
 
@@ -184,6 +185,12 @@ def test_bad_input(make_run, tmp_path):
     broken = make_run(folder="cut", measured=False)
     (broken / "predictions.csv").write_text("index,path,label,prediction,confidence\n")
     with pytest.raises(UserError, match=r"predictions\.csv .* no rows"):
+        build_report([broken], output)
+    broken = make_run(folder="old", measured=False)
+    (broken / "result.json").write_text(
+        re.sub('"macs": .*?, ', "", (broken / "result.json").read_text())
+    )
+    with pytest.raises(UserError, match=r"result\.json: .* `macs`"):
         build_report([broken], output)
     with pytest.raises(UserError, match="the same run"):
         build_report([make_run(folder="a"), make_run(folder="b")], output)
