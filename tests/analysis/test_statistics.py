@@ -26,6 +26,7 @@ def test_folds_that_share_images_have_a_wider_interval():
 def test_values_that_are_all_alike_have_the_p_value_of_the_sign_test(n):
     found = estimate([2.0] * n)
     assert found.p_value() == pytest.approx(stats.binomtest(n, n).pvalue)
+    assert found.excludes_zero == (n > 5)
     assert found.p_value(at=2) == 1
     # Also where they are equal but for rounding.
     first, second = ({at: 100 * (of + at) / 60 for at in range(n)} for of in (50, 49))

@@ -29,7 +29,8 @@ class Estimate:
 
     Attributes:
         mean: mean of the values.
-        half_width: the 95% interval is mean ± half_width; None for a single run.
+        half_width: the 95% interval is mean ± half_width; None for a single run, and 0, which is
+            no interval either, if all values are equal.
         n: number of runs.
         df: degrees of freedom; n − 1 by default.
     """
@@ -66,8 +67,8 @@ class Estimate:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether an interval exists and excludes zero."""
-        return self.half_width is not None and abs(self.mean) > self.half_width
+        """Whether the p-value of zero is below 5%."""
+        return self.p_value() < 0.05
 
 
 def estimate(values: npt.ArrayLike, shared: float = 0.0, images: float = 0.0) -> Estimate:

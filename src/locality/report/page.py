@@ -142,7 +142,7 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
 def format_estimate(value: Estimate) -> str:
     """69.0 ± 2.1, or 69.0 without an interval."""
     mean = f"{value.mean:.1f}"
-    return mean if value.half_width is None else f"{mean} ± {value.half_width:.1f}"
+    return f"{mean} ± {value.half_width:.1f}" if value.half_width else mean
 
 
 def format_share(value: Estimate) -> str:
@@ -185,8 +185,9 @@ def pair_sentence(comparison: BaselinePair) -> str:
     difference = comparison.difference
     if difference is None:
         return f"{opening}; they share no seed, so there is no paired difference."
-    if difference.half_width is None:
-        return f"{opening}: {_points(difference.mean)} (one seed, no interval)."
+    if not difference.half_width:
+        why = "one seed" if difference.n == 1 else f"the same for all {difference.n} seeds"
+        return f"{opening}: {_points(difference.mean)} ({why}, no interval)."
     interval = f"95% interval {format_range(difference)} over {difference.n} seeds"
     if difference.excludes_zero:
         return f"{opening}: {_points(difference.mean)} ({interval})."
