@@ -55,7 +55,13 @@ _OPTIONAL = "best_step? images_per_second? balanced_accuracy? macro_f1?"
 _ALSO = {"dataset?": str} | dict.fromkeys(_OPTIONAL.split(), float)
 _CONFIG = {
     "model": {"name": str},
-    "data": {"dataset": str, "fraction": float, "root?": str, "fold?": [int]},
+    "data": {
+        "dataset": str,
+        "fraction": float,
+        "root?": str,
+        "fold?": [int],
+        "split_seed?": int,
+    },  # fmt: skip
     "engine?": {"batch_size?": int},
     "seed": int,
 }
@@ -182,8 +188,9 @@ class Run:
 
     @property
     def repeat(self) -> tuple[int, ...]:
-        """Seed and fold, which distinguish the runs of a group on one fraction."""
-        return self.config["seed"], *(self.config["data"].get("fold") or ())
+        """Seed, split and fold, which distinguish the runs of a group on one fraction."""
+        data = self.config["data"]
+        return self.config["seed"], data.get("split_seed", 0), *(data.get("fold") or ())
 
     @cached_property
     def result(self) -> dict[str, Any]:

@@ -78,18 +78,20 @@ class RunGroup:
         return f"{self.label}, {percent(fraction)} of the images"
 
     def at(self, fraction: float) -> list[Run]:
-        """Runs on this fraction of the training images, sorted by seed and fold."""
+        """Runs on this fraction of the training images, sorted by seed, split and fold."""
         chosen = [run for run in self.runs if run.fraction == fraction]
         return sorted(chosen, key=lambda run: run.repeat)
 
     @property
     def shared(self) -> float:
-        """Images per fold / training images, see `estimate`; 0 unless runs differ by fold."""
-        first, *others = [run.repeat[1:] for run in self.runs]
-        return 1 / (first[1] - 1) if first and any(fold != first for fold in others) else 0.0
+        """Test / training images, see `estimate`; 0 unless runs differ by split or fold."""
+        first = self.runs[0]
+        if all(run.repeat[1:] == first.repeat[1:] for run in self.runs):
+            return 0.0
+        return float(first.fraction * first.result["val_images"] / first.result["train_images"])
 
     def top1(self, fraction: float) -> dict[tuple[int, ...], float]:
-        """Final top-1 accuracy in per cent, by seed and fold."""
+        """Final top-1 accuracy in per cent, by seed, split and fold."""
         return {run.repeat: float(run.result["top1"]) for run in self.at(fraction)}
 
     def over_runs(self, fraction: float, name: str = "top1") -> Estimate:
@@ -112,7 +114,7 @@ def group(runs: Sequence[Run]) -> list[RunGroup]:
     """Sort runs into groups: ConViT first, then DeiT, then others in order of appearance.
 
     Raises:
-        UserError: two runs of a group have the same fraction, seed and fold.
+        UserError: two runs of a group have the same fraction, seed, split and fold.
     """
     groups: dict[str, list[Run]] = {}
     seen: dict[Any, Run] = {}
@@ -156,7 +158,7 @@ def check_same_images(runs: Iterable[Run]) -> None:
 
 
 def baselines_at(groups: Sequence[RunGroup], fraction: float) -> dict[str, Estimate]:
-    """Baseline accuracies for runs on a fraction, by name, over seeds and folds.
+    """Baseline accuracies for runs on a fraction, by name, over seeds, splits and folds.
 
     Without an interval if all have the same value.
     """
@@ -227,7 +229,7 @@ class BaselinePair:
 
     @property
     def difference(self) -> Estimate | None:
-        """first − second, paired by seed and fold; None without a common one."""
+        """first − second, paired by seed, split and fold; None without a common one."""
         first, second = (one.top1(self.fraction) for one in (self.first, self.second))
         return paired_difference(first, second, self.first.shared)
 
