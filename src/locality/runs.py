@@ -44,6 +44,9 @@ from locality.models.variants import family_of
 from locality.predictions import Predictions
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from locality.models import ImageClassifier
 
 # Loading processes of a killed run exit, and release the lock, within 5 s.
@@ -55,13 +58,7 @@ _OPTIONAL = "best_step? images_per_second? balanced_accuracy? macro_f1?"
 _ALSO = {"dataset?": str} | dict.fromkeys(_OPTIONAL.split(), float)
 _CONFIG = {
     "model": {"name": str},
-    "data": {
-        "dataset": str,
-        "fraction": float,
-        "root?": str,
-        "fold?": [int],
-        "split_seed?": int,
-    },  # fmt: skip
+    "data": {"dataset": str, "fraction": float, "root?": str, "fold?": [int], "split_seed?": int},
     "engine?": {"batch_size?": int},
     "seed": int,
 }
@@ -302,6 +299,11 @@ class Run:
             FileNotFoundError: if the file does not exist.
         """
         return Predictions.read(self.predictions_file, self.classes())
+
+    @cached_property
+    def right(self) -> npt.NDArray[np.bool_] | None:
+        """Whether each validation image was predicted correctly; None if not recorded."""
+        return self.predictions().right if self.predictions_file.exists() else None
 
     def check_images(self, data: DataConfig) -> None:
         """Check that the run's images are still where it found them.

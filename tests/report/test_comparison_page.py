@@ -6,11 +6,11 @@ import re
 import numpy as np
 import pytest
 
-from locality.analysis.runs import group, read_runs
+from locality.analysis.runs import baseline_pairs, group, read_runs
 from locality.analysis.statistics import estimate
 from locality.errors import UserError
 from locality.figures import charts
-from locality.report import comparison_page
+from locality.report import build_report
 from locality.report.comparison_page import build_comparison, conclusion, rows_of
 
 from .conftest import text_of
@@ -77,9 +77,23 @@ def test_the_sentence_claims_no_more_than_the_numbers(compared):
     assert "from DeiT is not significant" in sentence(seeds=1, convit_nano=190, deit_nano=100)
 
 
+def test_the_report_has_the_same_interval_and_claims_nothing_without_predictions(
+    compared, tmp_path
+):
+    runs, groups = compared(seeds=8, convit_nano=190, deit_nano=110)
+    (pair,), (_, row) = baseline_pairs(groups), rows_of(groups)
+    assert row.significant and row.behind == pair.difference
+    assert "over 8 seeds and images)" in text_of(
+        build_report([runs], tmp_path / "r.html").read_text()
+    )
+    next(runs.rglob("predictions.csv")).unlink()
+    assert not rows_of(group(read_runs([runs])))[1].significant
+    assert "over seeds alone" in text_of(build_report([runs], tmp_path / "r.html").read_text())
+
+
 def test_a_number_has_one_interval_on_the_page(compared):
     _, groups = compared(convit_nano=180, deit_nano=150)
-    figure = charts.chart(charts.draw_accuracy, groups, comparison_page._accuracy)
+    figure = charts.chart(charts.draw_accuracy, groups)
     drawn = [bars.lines[2][0].get_segments()[0][:, 0] for bars in figure.axes[0].containers]
     for (low, high), row in zip(drawn, rows_of(groups), strict=True):
         assert high - low == pytest.approx(2 * row.accuracy.half_width)

@@ -158,24 +158,6 @@ def proportion_interval(share: float, count: int) -> tuple[float, float]:
     return float(found.low), float(found.high)
 
 
-def paired_difference(
-    first: Mapping[Any, float], second: Mapping[Any, float], shared: float = 0.0
-) -> Estimate | None:
-    """first − second, paired by seed, so that a seed's effect on both (split, order) cancels.
-
-    Args:
-        first, second: seed → value; seeds in only one of them are ignored.
-        shared: see `estimate`.
-
-    Returns:
-        the estimate of the mean difference, or None without a common seed.
-    """
-    seeds = sorted(first.keys() & second.keys())
-    if not seeds:
-        return None
-    return estimate([first[seed] - second[seed] for seed in seeds], shared)
-
-
 def holm(p_values: Sequence[float], level: float = 0.05) -> list[bool]:
     """Which of m hypotheses are rejected with Holm's correction.
 

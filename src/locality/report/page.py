@@ -23,6 +23,7 @@ from locality.analysis.runs import (
     check_same_images,
     differing_settings,
     group,
+    over,
     percent,
     read_runs,
 )
@@ -94,6 +95,8 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         for part in (fractions if several else [])
         if any(len(run.curve) > 1 for one in groups for run in one.at(part))
     ]
+    repeated = [one.at(part) for one in groups for part in one.fractions]
+    overs = sorted({over(group) for group in repeated if len(group) > 1})
     below = [
         said
         for one in groups
@@ -109,8 +112,8 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         "comparisons": [(each, pair_sentence(each)) for each in comparisons],
         "besides": sorted({name for each in comparisons for name in each.other_changed_settings()}),
         "groups": groups,
-        "several_seeds": any(len(one.at(part)) > 1 for one in groups for part in one.fractions),
-        "folds": any(one.shared for one in groups),
+        "over": join_names(overs, "or"),
+        "word": (overs[0] if overs else "seeds").split()[0],
         "families": {one.family for one in groups if any(run.measures for run in one.runs)},
         # Top-5 accuracy is 100% with at most five classes.
         "top5": any(len(run.classes()) > 5 for run in runs),
@@ -184,11 +187,11 @@ def pair_sentence(comparison: BaselinePair) -> str:
     )
     difference = comparison.difference
     if difference is None:
-        return f"{opening}; they share no seed, so there is no paired difference."
+        return f"{opening}; they share no seed and split, so there is no paired difference."
     if not difference.half_width:
-        why = "one seed" if difference.n == 1 else f"the same for all {difference.n} seeds"
+        why = "one run each" if difference.n == 1 else f"the same in {difference.n} runs"
         return f"{opening}: {_points(difference.mean)} ({why}, no interval)."
-    interval = f"95% interval {format_range(difference)} over {difference.n} seeds"
+    interval = f"95% interval {format_range(difference)} over {difference.n} {comparison.over}"
     if difference.excludes_zero:
         return f"{opening}: {_points(difference.mean)} ({interval})."
     return f"{opening}; the difference is not significant ({interval})."
