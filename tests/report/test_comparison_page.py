@@ -75,6 +75,9 @@ def test_the_sentence_claims_no_more_than_the_numbers(compared):
     close = sentence(seeds=8, convit_nano=190, deit_nano=100, cvt_nano=189)
     assert "above DeiT" in close and "from CvT is not significant" in close
     assert "from DeiT is not significant" in sentence(seeds=1, convit_nano=190, deit_nano=100)
+    # Three models are three pairs.
+    row = rows_of(compared(convit_nano=180, deit_nano=171, cvt_nano=178)[1])[2]
+    assert 0.05 / 3 < row.behind.p_value() < 0.05 / 2 and not row.significant
 
 
 def test_the_report_has_the_same_interval_and_claims_nothing_without_predictions(
@@ -131,8 +134,8 @@ def test_the_page_shows_the_runs(compared, tmp_path):
     text = text_of(path.read_text())
     assert said in text and f"{found[0].over_runs(1).mean:.1f} ±" in text
     assert f"{runs}/convit_nano-1.0-1" in text
-    assert "Holm's correction for 2 differences" in text
+    assert "Holm's correction for all 3 pairs of models" in text
     both = build_comparison([*runs.glob("[cd][oe]*_nano-1.0-*")], tmp_path / "two.html")[0]
-    assert "Holm's correction for 1 " not in both.read_text()
+    assert "Holm's correction" not in both.read_text()
     with pytest.raises(UserError, match="two models"):
         build_comparison([runs / "convit_nano-1.0-0"], tmp_path / "none.html")

@@ -39,7 +39,7 @@ class Row:
         accuracy: top-1 on all images in per cent.
         behind: the best model's accuracy less this one's, paired by run and image; None for the
             best, and without a common run.
-        significant: whether the difference is, with Holm's correction for all rows.
+        significant: whether the difference is, with Holm's correction for all pairs of rows.
     """
 
     group: RunGroup
@@ -56,8 +56,10 @@ def rows_of(groups: Sequence[RunGroup]) -> list[Row]:
         1.0 if pair.difference is None or pair.over == ALONE else pair.difference.p_value()
         for pair in pairs
     ]
+    # Each model could have been the best, so all n (n − 1) / 2 pairs count, not n − 1.
+    significant = holm(p_values, 0.05 * 2 / len(ranked))
     accuracies, behind = [one.over_runs(1.0) for one in ranked], [pair.difference for pair in pairs]
-    compared = zip(ranked, accuracies, [None, *behind], [False, *holm(p_values)], strict=True)
+    compared = zip(ranked, accuracies, [None, *behind], [False, *significant], strict=True)
     return [Row(*values) for values in compared]
 
 
