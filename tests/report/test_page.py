@@ -153,6 +153,13 @@ def test_a_long_name_fits_a_phone(make_run, open_page, tmp_path):
     assert open_page(page, 360).outside() == []
 
 
+def test_only_models_from_scratch_start_as_convolutions(make_run, tmp_path):
+    for weights in (None, "a.safetensors"):
+        run = make_run(folder=f"{weights}", settings={"weights": weights})
+        page = build_report([run], tmp_path / "r.html").read_text()
+        assert ("starts like a convolution" in page) == (weights is None)
+
+
 def test_recordings_may_lack_gates(make_run, tmp_path):
     run = make_run("deit_nano")
     layers = [{"name": "blocks.0", "kind": "sa", "grid": [4, 4], "nonlocality": {"mean": [2, 2]}}]

@@ -115,6 +115,7 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         "over": join_names(overs, "or"),
         "word": (overs[0] if overs else "seeds").split()[0],
         "families": {one.family for one in groups if any(run.measures for run in one.runs)},
+        "pretrained": any(run.config.get("weights") for run in runs),
         # Top-5 accuracy is 100% with at most five classes.
         "top5": any(len(run.classes()) > 5 for run in runs),
         "baselines": baselines,
