@@ -44,17 +44,21 @@ from locality.models.variants import family_of
 from locality.predictions import Predictions
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from locality.models import ImageClassifier
 
 # Loading processes of a killed run exit, and release the lock, within 5 s.
 STALE_LOCK_SECONDS = 20.0
 # The fields of result.json that are read elsewhere.
-_RESULT = dict.fromkeys(("top1", "parameters", "train_images", "val_images", "steps"), float)
-_OPTIONAL = "top5? best_step? macs? seconds? images_per_second? balanced_accuracy? macro_f1?"
-_ALSO = {"model?": str, "dataset?": str} | dict.fromkeys(_OPTIONAL.split(), float)
+_REQUIRED = "top1 top5 parameters macs train_images val_images steps seconds"
+_RESULT = {"model": str} | dict.fromkeys(_REQUIRED.split(), float)
+_OPTIONAL = "best_step? images_per_second? balanced_accuracy? macro_f1?"
+_ALSO = {"dataset?": str} | dict.fromkeys(_OPTIONAL.split(), float)
 _CONFIG = {
     "model": {"name": str},
-    "data": {"dataset": str, "fraction": float, "root?": str, "fold?": [int]},
+    "data": {"dataset": str, "fraction": float, "root?": str, "fold?": [int], "split_seed?": int},
     "engine?": {"batch_size?": int},
     "seed": int,
 }
@@ -181,8 +185,9 @@ class Run:
 
     @property
     def repeat(self) -> tuple[int, ...]:
-        """Seed and fold, which distinguish the runs of a group on one fraction."""
-        return self.config["seed"], *(self.config["data"].get("fold") or ())
+        """Seed, split and fold, which distinguish the runs of a group on one fraction."""
+        data = self.config["data"]
+        return self.config["seed"], data.get("split_seed", 0), *(data.get("fold") or ())
 
     @cached_property
     def result(self) -> dict[str, Any]:
@@ -294,6 +299,11 @@ class Run:
             FileNotFoundError: if the file does not exist.
         """
         return Predictions.read(self.predictions_file, self.classes())
+
+    @cached_property
+    def right(self) -> npt.NDArray[np.bool_] | None:
+        """Whether each validation image was predicted correctly; None if not recorded."""
+        return self.predictions().right if self.predictions_file.exists() else None
 
     def check_images(self, data: DataConfig) -> None:
         """Check that the run's images are still where it found them.

@@ -3,10 +3,15 @@
 from sklearn.metrics.pairwise import rbf_kernel
 from sklearn.svm import SVC
 
-from locality.analysis.baselines import read_baselines, record_baselines, split_pixels
+from locality.analysis.baselines import (
+    read_baselines,
+    record_baselines,
+    split_pixels,
+    unsized,
+)
+from locality.analysis.runs import percent
 from locality.data import open_data
 from locality.data.config import DATASETS
-from locality.figures.charts import percent
 from locality.runner.runs import Request
 from locality.training.cost import image_counts
 from locality_papers.experiment import Column, Effect, Experiment, experiment, largest, line
@@ -21,7 +26,7 @@ def _baseline(name: str) -> Measure:
     def take(run: Request) -> float:
         record_baselines([run.folder])
         known = read_baselines(run.folder)
-        return next(top1 for label, top1 in known.items() if label.startswith(name))
+        return next(top1 for label, top1 in known.items() if unsized(label) == name)
 
     return Measure(f"{name} on pixels", take=take, accuracy=True)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from locality.figures.charts import percent
+from locality.analysis.runs import percent
 from locality.training.cost import cost, image_counts
 from locality_papers import published
 from locality_papers.convit_tables import INGREDIENTS

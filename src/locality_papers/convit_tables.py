@@ -3,8 +3,8 @@
 from functools import partial
 from typing import Any
 
+from locality.analysis.runs import percent
 from locality.analysis.taps import content_off, position_embedding_off, position_off
-from locality.figures.charts import percent
 from locality.runner.runs import Request
 from locality.training import replace
 from locality_papers.experiment import (

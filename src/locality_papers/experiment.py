@@ -335,10 +335,10 @@ class Results:
         """
         terms = []
         for key, slope in slopes.items():
-            run = self.experiment.cells[key].runs[0]
-            record = self.recorded.find(run)
+            records = map(self.recorded.find, self.experiment.cells[key].runs)
+            images = next(record["result"]["val_images"] for record in records if record)
             share = float(self.values.columns[key][seeds].mean()) / 100
-            terms.append((share, slope, (record or {})["result"]["val_images"]))
+            terms.append((share, slope, images))
         variance = sum(
             a * b * ((min(p, q) if a * b > 0 else p * q) - p * q) / math.sqrt(n * m)
             for p, a, n in terms

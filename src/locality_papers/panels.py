@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from locality.errors import UserError
-from locality.figures.curves import Record, draw_line, resolve_colour
+from locality.figures.curves import Record, draw_line, draw_series, resolve_colour
 from locality.figures.style import family_style, settings
 
 _MAX_COLUMNS = 4
@@ -24,7 +24,7 @@ def draw(panels: Sequence[Record]) -> Figure:
             `resolve_colour`), `dashed`, `band`, `x`, `mean` and `half_width`, and `empty`, why it
             is.
     """
-    panels = [panel for panel in panels if filled(panel)]
+    panels = [panel | {"series": series} for panel in panels if (series := filled(panel))]
     if not panels:
         raise UserError("nothing to draw: all panels are empty")
     columns = min(len(panels), _MAX_COLUMNS)
@@ -46,17 +46,10 @@ def filled(panel: Record) -> list[Record]:
 
 
 def _draw_panel(axes: Axes, panel: Record) -> None:
-    axes.set_title(panel["title"])
-    axes.set_xlabel(panel["x_label"])
-    axes.set_ylabel(panel["y_label"])
     axes.grid(True)
     if panel.get("log_x"):
         axes.set_xscale("log")
-    drawing = _draw_points if panel.get("scatter") else draw_line
-    for series in filled(panel):
-        drawing(axes, series)
-    if "y_range" in panel:
-        axes.set_ylim(*panel["y_range"])
+    draw_series(axes, panel, _draw_points if panel.get("scatter") else draw_line)
     _plain_ticks(axes, panel)
 
 
@@ -84,7 +77,7 @@ def _draw_legends(figure: Figure, grid: Sequence[Axes], panels: Sequence[Record]
 
 def _plain_ticks(axes: Axes, panel: Record) -> None:
     """Ticks at the measured x if few; on log axes, plain numbers instead of powers of ten."""
-    ticks = sorted({x for series in filled(panel) for x in series["x"]})
+    ticks = sorted({x for series in panel["series"] for x in series["x"]})
     if len(ticks) <= 6 and not panel.get("scatter") and "y_range" not in panel:
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.xaxis.set_minor_locator(NullLocator())

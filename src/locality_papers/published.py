@@ -20,12 +20,10 @@ class Published(NamedTuple):
     Attributes:
         value: as printed: per cent (points for differences), parameters in millions, FLOPs in
             billions, images per second.
-        protocol: how it was obtained.
         note: what it contradicts, or other remarks.
     """
 
     value: float
-    protocol: str
     note: str = ""
 
 
@@ -33,7 +31,7 @@ _FILE = read_yaml(Path(__file__).with_suffix(".yaml"))
 
 PUBLISHED = {
     (table["place"], row, metric): Published(
-        number, table["protocol"], table.get("notes", {}).get(row, {}).get(metric, "")
+        number, table.get("notes", {}).get(row, {}).get(metric, "")
     )
     for table in _FILE["tables"]
     for row, numbers in table["rows"].items()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from locality.analysis.explorer import live_page
+from locality.analysis.explorer import live_page, write_explorer
 from locality.analysis.pictures import validation_images
 from locality.analysis.taps import capture, content_off, position_off
 from locality.checkpoints import Classifier, Preprocessing, open_model
@@ -111,6 +111,15 @@ def test_probabilities_have_the_temperature(open_ready, trained, examples, tmp_p
     found = page.evaluate("[...live.forward(live.models[0], live.examples[0]).probabilities]")
     expected = warm.probabilities(warm.logits(warm.prepare([image])))[0]
     np.testing.assert_allclose(found, expected.numpy(), atol=1e-3)
+
+
+def test_long_names_fit_a_phone(open_ready, trained, examples, tmp_path):
+    (_, image), *_ = examples
+    subject = replace(trained[0], name="convit" * 15, classes=["class" * 20] * 10)
+    write_page(tmp_path / "live.html", live_page([subject], [image]))
+    write_explorer([subject], [image], tmp_path / "explorer.html")
+    for page in ("live", "explorer"):
+        assert open_ready(tmp_path / f"{page}.html", 360).outside() == []
 
 
 def test_the_strength_of_locality_scales_positions(open_ready, file, trained, examples):

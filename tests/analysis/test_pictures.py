@@ -13,6 +13,7 @@ from locality.analysis.pictures import (
 from locality.analysis.taps import capture
 from locality.data import DataConfig, Preprocessing, open_data
 from locality.errors import UserError
+from locality.models import build
 
 CLASSES = [str(digit) for digit in range(10)]
 
@@ -36,6 +37,17 @@ def test_pictures_are_the_rows_of_the_captured_attention(convit, images):
     assert pictures.layers[-1].gates is None
     with pytest.raises(UserError, match="outside"):
         pictures_of(convit, images, place=(0.5, 1.0))
+
+
+def test_pictures_without_a_query_show_what_the_classifier_reads(images, shaken):
+    for pool in ("token", "avg"):
+        model = shaken(build("deit_nano", class_token=True, global_pool=pool))
+        with torch.no_grad(), capture(model) as views:
+            model(images)
+        rows = views[-1].maps.mixed[..., 1:]
+        row = rows[:, :, 0] if pool == "token" else rows[:, :, 1:].mean(dim=2)
+        found = pictures_of(model, images, place=None).layers[-1].mixed
+        np.testing.assert_array_equal(found.reshape(row.shape), row.numpy())
 
 
 def test_pictures_survive_the_disk(convit, images, tmp_path):

@@ -6,20 +6,32 @@ import pytest
 import timm
 import torch
 
-from locality.analysis import capture, head_costs, head_off, layer_similarity, relevance, rollout
-from locality.analysis.relevance import linear_cka
+from locality.analysis import (
+    capture,
+    head_costs,
+    head_off,
+    layer_similarity,
+    linear_cka,
+    relevance,
+    rollout,
+)
 from locality.errors import UserError
 from locality.models import build
 
+TIMM = {"timm": "test_vit", "registers": "test_vit2"}  # the latter has no class token
+VARIANTS = {
+    "psa": ("convit_nano", {"positional_attention": "psa"}),
+    "pooled": ("deit_nano", {"class_token": True, "global_pool": "avg"}),
+}
 
-@pytest.fixture(params=["convit_nano", "psa", "deit_nano", "timm"])
+
+@pytest.fixture(params=["convit_nano", "psa", "deit_nano", "pooled", "timm", "registers"])
 def any_model(request, shaken):
-    if request.param == "timm":
-        model = timm.create_model("test_vit", img_size=32, num_classes=4)
+    if request.param in TIMM:
+        model = timm.create_model(TIMM[request.param], img_size=32, num_classes=4)
         return shaken(model, scale=0.1).double(), torch.randn(3, 3, 32, 32, dtype=torch.float64)
-    psa = {"positional_attention": "psa"} if request.param == "psa" else {}
-    name = "convit_nano" if psa else request.param
-    return shaken(build(name, **psa)).double(), torch.randn(3, 3, 8, 12, dtype=torch.float64)
+    name, changes = VARIANTS.get(request.param, (request.param, {}))
+    return shaken(build(name, **changes)).double(), torch.randn(3, 3, 8, 12, dtype=torch.float64)
 
 
 def through_matrices(model, images):
@@ -59,7 +71,9 @@ def test_relevance_is_that_of_autograd_through_the_matrices(any_model):
         step = torch.nn.functional.pad(step, (late, 0, late, 0))
         expected = expected + step @ expected
     found = relevance(model, images, classes)
-    rows = expected[:, 0, 1:] if tokens % 2 else expected.mean(dim=1)
+    prefix = tokens % 2
+    read = slice(1) if model.global_pool == "token" else slice(prefix, None)
+    rows = (expected - torch.eye(tokens))[:, read, prefix:].mean(dim=1)
     torch.testing.assert_close(found.flatten(1), rows, rtol=0, atol=1e-6)
     assert not torch.equal(found, relevance(model, images, classes.flip(0)))
     assert all(p.grad is None for p in model.parameters())
@@ -104,6 +118,8 @@ def test_a_head_switched_off_is_a_head_of_zero_weights(any_model):
     assert {len(layer_costs) for layer_costs in costs} == {layer.num_heads}
     with pytest.raises(UserError, match="head 9 is out of range"), head_off(model, 0, 9):
         pass
+    with pytest.raises(UserError, match="needs images"):
+        head_costs(model, images[:0], torch.tensor([]))
 
 
 def test_cka_is_one_for_what_differs_by_a_rotation(any_model):
@@ -123,7 +139,13 @@ def test_cka_is_one_for_what_differs_by_a_rotation(any_model):
         layer_similarity(model, images[:1])
 
 
-def test_several_grids_are_refused(shaken):
-    model = shaken(build("cvt_nano"))
-    with pytest.raises(UserError, match="one grid only"):
-        relevance(model, torch.randn(1, 3, 8, 8))
+def test_several_grids_convolutions_and_parallel_layers_are_refused():
+    one_grid = {"kv_stride": 1, "embed_stride": (2, 1, 1)}
+    parallel = {"embed_dim": 32, "num_heads": 2, "depth": 2, "img_size": 64, "num_classes": 4}
+    for model, size in (
+        (build("cvt_nano"), 8),
+        (build("cvt_nano", **one_grid), 8),
+        (timm.create_model("vit_small_patch16_18x2_224", **parallel), 64),
+    ):
+        with pytest.raises(UserError, match="one grid only"):
+            relevance(model, torch.randn(1, 3, size, size))

@@ -4,14 +4,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from locality.analysis.statistics import estimate, holm, paired_difference
+from locality.analysis.statistics import estimate, holm
 
 
 def test_difference_is_the_paired_t_test():
-    first = {0: 69.0, 1: 66.2, 2: 71.9, 7: 1.0}
-    second = {0: 45.2, 1: 47.0, 2: 44.1, 9: 2.0}
-    ours = paired_difference(first, second)
-    theirs = stats.ttest_rel([69.0, 66.2, 71.9], [45.2, 47.0, 44.1]).confidence_interval(0.95)
+    first, second = [69.0, 66.2, 71.9], [45.2, 47.0, 44.1]
+    ours = estimate(np.subtract(first, second))
+    theirs = stats.ttest_rel(first, second).confidence_interval(0.95)
     assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high))
     assert ours.n == 3 and ours.excludes_zero
 
@@ -26,10 +25,11 @@ def test_folds_that_share_images_have_a_wider_interval():
 def test_values_that_are_all_alike_have_the_p_value_of_the_sign_test(n):
     found = estimate([2.0] * n)
     assert found.p_value() == pytest.approx(stats.binomtest(n, n).pvalue)
+    assert found.excludes_zero == (n > 5)
     assert found.p_value(at=2) == 1
     # Also where they are equal but for rounding.
-    first, second = ({at: 100 * (of + at) / 60 for at in range(n)} for of in (50, 49))
-    assert paired_difference(first, second).p_value() == found.p_value()
+    first, second = (100 * (of + np.arange(n)) / 60 for of in (50, 49))
+    assert estimate(first - second).p_value() == found.p_value()
 
 
 def same_images(rng, shared, runs=8, images=200):
@@ -90,4 +90,3 @@ def test_one_seed_has_no_interval():
     alone = estimate([3.0])
     assert alone.mean == 3 and alone.half_width is None and alone.low is None
     assert not alone.excludes_zero
-    assert paired_difference({0: 1.0}, {1: 2.0}) is None

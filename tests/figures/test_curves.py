@@ -39,6 +39,11 @@ def test_a_panel_per_group_of_runs_and_a_line_per_layer():
         assert ends == pytest.approx([1, 2, uniform])
         assert axes.get_ylim() == (0, pytest.approx(1.05 * uniform))
     assert len(panels) == 2
+    several = recorded([0, 10])
+    several["layers"][1]["grid"] = [2, 2]
+    one, other = nonlocality_panels([("C", [recorded([0, 10])]), ("CvT", [several])])
+    assert other["y_range"] == (0, pytest.approx(1.05 * 2 / token_distances((2, 2)).mean().item()))
+    assert one["y_range"] == axes.get_ylim()
 
 
 def test_gates_of_heads_and_their_mean():

@@ -1,7 +1,9 @@
+import json
+
 import numpy as np
 import pytest
 
-from locality.analysis.runs import baseline_pairs, group, read_runs
+from locality.analysis.runs import baseline_pairs, group, percent, read_runs
 from locality.analysis.statistics import Estimate, estimate, mean_curve
 from locality.figures import charts
 from locality.figures.style import figure_bytes, inline_svg
@@ -28,11 +30,27 @@ def test_a_single_evaluation_is_drawn(make_run):
     assert mean.get_markevery() == 1 and point[0] == 1500
 
 
+def test_the_mean_curve_of_runs_of_a_given_time_goes_to_their_end(make_run):
+    folders = [make_run(seed=seed, measured=False) for seed in range(2)]
+    table = (folders[1] / "metrics.csv").read_text().replace("\n1500,", "\n1420,")
+    (folders[1] / "metrics.csv").write_text(table)
+    *_, mean = charts.chart(charts.draw_learning, group(read_runs(folders)), 1.0).axes[0].lines
+    assert mean.get_xdata().tolist() == [*range(150, 1351, 150), 1460]
+
+
 def test_whiskers_end_at_accuracies_that_there_are(make_run):
     runs = [make_run(seed=seed, top1=94.0 + 2 * seed, measured=False) for seed in (0, 1)]
     figure = charts.chart(charts.draw_accuracy, group(read_runs(runs)))
     (((low, _), (high, _)),) = figure.axes[0].collections[0].get_segments()
     assert (low, high) == pytest.approx((estimate([94.0, 96.0]).low, 100))
+
+
+def test_baselines_fitted_to_a_part_of_the_images_are_drawn(make_run):
+    folder = make_run(measured=False)
+    record = {"top1": {"nearest neighbour": 80.0}, "train_images": 500, "all_train_images": 1348}
+    (folder / "baselines.json").write_text(json.dumps(record))
+    figure = charts.chart(charts.draw_accuracy, group(read_runs([folder])))
+    assert figure.axes[0].get_legend_handles_labels()[1] == ["nearest neighbour of 500 images"]
 
 
 def test_a_confusion_is_as_opaque_as_its_share_of_the_labels():
@@ -63,7 +81,7 @@ def test_baselines_are_found_by_the_table_of_models(make_run):
 
 
 def test_numbers_in_sentences():
-    assert charts.percent(0.05) == "5%" and charts.percent(0.005) == "0.5%"
+    assert percent(0.05) == "5%" and percent(0.005) == "0.5%"
     assert page.format_estimate(Estimate(69.04, 2.06, 5)) == "69.0 ± 2.1"
     assert page.format_share(Estimate(69.04, 2.06, 5)) == "69.0 ± 2.1"
     assert page.format_share(Estimate(40.4, 56.6, 2)) == "40.4 (0 to 97)"

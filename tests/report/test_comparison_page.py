@@ -6,11 +6,11 @@ import re
 import numpy as np
 import pytest
 
-from locality.analysis.runs import group, read_runs
+from locality.analysis.runs import baseline_pairs, group, read_runs
 from locality.analysis.statistics import estimate
 from locality.errors import UserError
 from locality.figures import charts
-from locality.report import comparison_page
+from locality.report import build_report
 from locality.report.comparison_page import build_comparison, conclusion, rows_of
 
 from .conftest import text_of
@@ -75,11 +75,28 @@ def test_the_sentence_claims_no_more_than_the_numbers(compared):
     close = sentence(seeds=8, convit_nano=190, deit_nano=100, cvt_nano=189)
     assert "above DeiT" in close and "from CvT is not significant" in close
     assert "from DeiT is not significant" in sentence(seeds=1, convit_nano=190, deit_nano=100)
+    # Three models are three pairs.
+    row = rows_of(compared(convit_nano=180, deit_nano=171, cvt_nano=178)[1])[2]
+    assert 0.05 / 3 < row.behind.p_value() < 0.05 / 2 and not row.significant
+
+
+def test_the_report_has_the_same_interval_and_claims_nothing_without_predictions(
+    compared, tmp_path
+):
+    runs, groups = compared(seeds=8, convit_nano=190, deit_nano=110)
+    (pair,), (_, row) = baseline_pairs(groups), rows_of(groups)
+    assert row.significant and row.behind == pair.difference
+    assert "over 8 seeds and images)" in text_of(
+        build_report([runs], tmp_path / "r.html").read_text()
+    )
+    next(runs.rglob("predictions.csv")).unlink()
+    assert not rows_of(group(read_runs([runs])))[1].significant
+    assert "over seeds alone" in text_of(build_report([runs], tmp_path / "r.html").read_text())
 
 
 def test_a_number_has_one_interval_on_the_page(compared):
     _, groups = compared(convit_nano=180, deit_nano=150)
-    figure = charts.chart(charts.draw_accuracy, groups, comparison_page._accuracy)
+    figure = charts.chart(charts.draw_accuracy, groups)
     drawn = [bars.lines[2][0].get_segments()[0][:, 0] for bars in figure.axes[0].containers]
     for (low, high), row in zip(drawn, rows_of(groups), strict=True):
         assert high - low == pytest.approx(2 * row.accuracy.half_width)
@@ -105,10 +122,10 @@ def test_few_passes_after_a_probe_are_no_fault(make_run):
 
 def test_folds_share_images_and_their_intervals_are_wider(compared):
     rows = rows_of(compared(fold=3, cvt_nano=180, convit_micro=150)[1])
-    values = list(rows[0].group.top1(1).values())
-    assert rows[0].accuracy.half_width == pytest.approx(estimate(values, 1 / 2).half_width)
+    values, shared = list(rows[0].group.top1(1).values()), 449 / 1348  # test / training images
+    assert rows[0].accuracy.half_width == pytest.approx(estimate(values, shared).half_width)
     gaps = np.subtract(*(list(row.group.top1(1).values()) for row in rows))
-    assert rows[1].behind.half_width == pytest.approx(estimate(gaps, 1 / 2).half_width)
+    assert rows[1].behind.half_width == pytest.approx(estimate(gaps, shared).half_width)
 
 
 def test_the_page_shows_the_runs(compared, tmp_path):
@@ -117,8 +134,8 @@ def test_the_page_shows_the_runs(compared, tmp_path):
     text = text_of(path.read_text())
     assert said in text and f"{found[0].over_runs(1).mean:.1f} ±" in text
     assert f"{runs}/convit_nano-1.0-1" in text
-    assert "Holm's correction for 2 differences" in text
+    assert "Holm's correction for all 3 pairs of models" in text
     both = build_comparison([*runs.glob("[cd][oe]*_nano-1.0-*")], tmp_path / "two.html")[0]
-    assert "Holm's correction for 1 " not in both.read_text()
+    assert "Holm's correction" not in both.read_text()
     with pytest.raises(UserError, match="two models"):
         build_comparison([runs / "convit_nano-1.0-0"], tmp_path / "none.html")

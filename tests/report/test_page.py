@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import re
 import shutil
 import xml.etree.ElementTree
 
@@ -33,7 +34,7 @@ def test_accuracies_and_the_paired_difference_are_the_runs(page, twin_runs):
             assert len(values) == 3
             assert f"{sum(values) / 3:.1f}" in text_of(page)
     # Each seed adds the same to both models here, so the paired difference is exact.
-    assert "+24.0 to +24.0" in page and "All 12 runs" in text_of(page)
+    assert "the same in 3 runs, no interval" in page and "All 12 runs" in text_of(page)
 
 
 def test_a_report_of_one_run_says_what_it_reached(make_run, tmp_path):
@@ -88,25 +89,31 @@ def test_the_same_images_and_steps_are_claimed_only_where_they_were_the_same(
 ):
     claim = "train on the same images in the same order for the same number of steps"
     assert claim in build_report(twin_runs, tmp_path / "r.html").read_text()
-    longer = {"schedule.steps": 3000, "data.split_seed": 7}
+    longer = {"schedule.steps": 3000, "data.val_fraction": 0.5}
     runs = [make_run("convit_micro", measured=False)]
     runs += [make_run("deit_micro", measured=False, settings=longer)]
     page = build_report(runs, tmp_path / "r.html").read_text()
     assert claim not in page
-    assert "also differ in data.split_seed , schedule.steps" in text_of(page)
+    assert "also differ in data.val_fraction , schedule.steps" in text_of(page)
 
 
-def test_folds_of_one_seed_have_widened_intervals(make_run, tmp_path):
+@pytest.mark.parametrize(
+    ("splits", "changes"),
+    [("folds", lambda n: {"data.fold": (n, 3)}), ("splits", lambda n: {"data.split_seed": n})],
+)
+def test_splits_of_one_seed_have_widened_intervals(make_run, tmp_path, splits, changes):
     tops = {"convit_nano": (80.0, 84.0, 88.0), "deit_nano": (70.0, 71.0, 78.0)}
     runs = [
-        make_run(model, folder=f"{model}-{fold}", top1=top1, settings={"data.fold": (fold, 3)})
+        make_run(model, folder=f"{model}-{fold}", top1=top1, settings=changes(fold))
         for model, found in tops.items()
         for fold, top1 in enumerate(found)
     ]
     said = text_of(build_report(runs, tmp_path / "r.html").read_text())
-    widened = estimate(tops["convit_nano"], shared=1 / 2).half_width
-    assert f"84.0 % ± {widened:.1f}" in said and "folds share training images" in said
-    gap = estimate([10.0, 13.0, 10.0], shared=1 / 2)
+    shared = 449 / 1348  # test / training images
+    widened = estimate(tops["convit_nano"], shared).half_width
+    assert f"84.0 % ± {widened:.1f}" in said and f"{splits} share training images" in said
+    assert f"over 3 {splits})" in said
+    gap = estimate([10.0, 13.0, 10.0], shared)
     assert f"{gap.low:+.1f} to {gap.high:+.1f}".replace("-", "−") in said
 
 
@@ -138,6 +145,19 @@ def test_charts_and_tables_are_saved(twin_runs, open_page, tmp_path):
     assert name == "accuracy.csv" and rows[0][:3] == ["Data", "Model", "Top-1 %"]
     assert len(rows) == page.locator("table.results tr").count()
     assert {len(row) for row in rows} == {len(rows[0])} and rows[1][1] == "ConViT convit_nano"
+
+
+def test_a_long_name_fits_a_phone(make_run, open_page, tmp_path):
+    images = {"data.dataset": "folder", "data.root": "photographs" * 8}
+    page = build_report([make_run(settings=images)], tmp_path / "r.html")
+    assert open_page(page, 360).outside() == []
+
+
+def test_only_models_from_scratch_start_as_convolutions(make_run, tmp_path):
+    for weights in (None, "a.safetensors"):
+        run = make_run(folder=f"{weights}", settings={"weights": weights})
+        page = build_report([run], tmp_path / "r.html").read_text()
+        assert ("starts like a convolution" in page) == (weights is None)
 
 
 def test_recordings_may_lack_gates(make_run, tmp_path):
@@ -178,6 +198,12 @@ def test_bad_input(make_run, tmp_path):
     broken = make_run(folder="cut", measured=False)
     (broken / "predictions.csv").write_text("index,path,label,prediction,confidence\n")
     with pytest.raises(UserError, match=r"predictions\.csv .* no rows"):
+        build_report([broken], output)
+    broken = make_run(folder="old", measured=False)
+    (broken / "result.json").write_text(
+        re.sub('"macs": .*?, ', "", (broken / "result.json").read_text())
+    )
+    with pytest.raises(UserError, match=r"result\.json: .* `macs`"):
         build_report([broken], output)
     with pytest.raises(UserError, match="the same run"):
         build_report([make_run(folder="a"), make_run(folder="b")], output)

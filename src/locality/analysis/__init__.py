@@ -7,6 +7,7 @@ from locality.analysis.recording import measure_trajectory as measure_trajectory
 from locality.analysis.recording import record as record
 from locality.analysis.relevance import head_costs as head_costs
 from locality.analysis.relevance import layer_similarity as layer_similarity
+from locality.analysis.relevance import linear_cka as linear_cka
 from locality.analysis.relevance import relevance as relevance
 from locality.analysis.relevance import rollout as rollout
 from locality.analysis.taps import LayerView as LayerView

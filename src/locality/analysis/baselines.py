@@ -199,6 +199,11 @@ def _named(record: Mapping[str, Any]) -> dict[str, float]:
     return {name if name == CHANCE else name + part: top1 for name, top1 in record["top1"].items()}
 
 
+def unsized(name: str) -> str:
+    """A baseline's name without the number of images that it was fitted to."""
+    return name.partition(" of ")[0]
+
+
 def listed(baselines: Mapping[str, float]) -> str:
     """Baselines as text: "chance 10.2%, nearest neighbour 90.1%"."""
     return ", ".join(f"{name} {top1:.1f}%" for name, top1 in baselines.items())

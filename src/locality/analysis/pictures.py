@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from locality.analysis.taps import LayerView, capture
+from locality.analysis.taps import LayerView, capture, reads_class_token
 from locality.data.config import InputConfig
 from locality.data.folder import short_name
 from locality.data.preprocessing import eval_transform, normalise
@@ -130,8 +130,8 @@ class LayerPicture:
 
     Attributes:
         grid: of the queries.
-        query: the query patch (row, column) on `grid`; None for the class token, or without one the
-            mean over all patches.
+        query: the query patch (row, column) on `grid`; None for what the classifier reads, the
+            class token or the mean over all patches.
         mixed: (n, h, Hk, Wk) float32, the attention that the layer uses. The remainder to a sum of
             one is attention to the class token.
         gates: σ(λ), (h,); None for a layer without gates.
@@ -171,8 +171,8 @@ def capture_pictures(
     Args:
         model: a `locality` model, or a timm ViT.
         chosen: the images.
-        place: the query position, as fractions of (height, width) in [0, 1); None for the class
-            token, or without one the mean over all patches.
+        place: the query position, as fractions of (height, width) in [0, 1); None for what
+            the classifier reads, the class token or the mean over all patches.
 
     Raises:
         UserError: `place` is outside the image.
@@ -180,16 +180,19 @@ def capture_pictures(
     if place is not None and not all(0 <= fraction < 1 for fraction in place):
         raise UserError(f"query {place} is outside the image; give fractions in [0, 1)")
     layers: list[LayerPicture] = []
-    with eval_mode(model), capture(model, on_layer=lambda v: layers.append(_picture(v, place))):
+    token = reads_class_token(model)
+    kept = capture(model, on_layer=lambda view: layers.append(_picture(view, place, token)))
+    with eval_mode(model), kept:
         logits = model(chosen.images)
     classes = chosen.classes or [str(index) for index in range(logits.shape[-1])]
     predictions = [classes[index] for index in logits.argmax(dim=-1).tolist()]
     return Pictures(chosen.shown, chosen.labels, predictions, layers)
 
 
-def _picture(view: LayerView, place: tuple[float, float] | None) -> LayerPicture:
+def _picture(view: LayerView, place: tuple[float, float] | None, token: bool) -> LayerPicture:
     maps, query = view.maps, None
-    rows = slice(0, 1 if maps.prefix_tokens else None)
+    # In ConViT, the class token joins later.
+    rows = slice(1) if token and maps.prefix_tokens else slice(maps.prefix_tokens, None)
     if place is not None:
         (height, width), (down, right) = maps.query_grid, place
         query = int(down * height), int(right * width)

@@ -17,9 +17,11 @@ from locality.analysis.taps import (
     capture,
     head_off,
     output_projection,
+    reads_class_token,
 )
 from locality.errors import UserError
 from locality.layers.block import eval_mode
+from locality.models.cvt import ConvolutionalAttention
 
 
 def rollout(views: Sequence[LayerView]) -> Tensor:
@@ -34,7 +36,7 @@ def rollout(views: Sequence[LayerView]) -> Tensor:
         (B, N, N): the share of each input token in each final one; rows sum to one.
 
     Raises:
-        UserError: the layers have keys on another grid than queries (CvT).
+        UserError: the layers have several grids or convolutions (CvT), or some are parallel.
     """
     return _flow(views, lambda view: 0.5 * view.maps.mixed.mean(dim=1), 0.5)
 
@@ -51,7 +53,8 @@ def relevance(model: nn.Module, images: Tensor, classes: Tensor | None = None) -
         classes: the class of each image, (B,); default the predicted one.
 
     Returns:
-        (B, H, W): the class token's row of R − I, or without one the mean over patches.
+        (B, H, W): the class token's row of R − I, or the mean over patches if the classifier does
+        not read it.
 
     Raises:
         UserError: see `rollout`; or the heads' outputs cannot be read.
@@ -83,7 +86,8 @@ def relevance(model: nn.Module, images: Tensor, classes: Tensor | None = None) -
     flow, maps = _flow(views, weighted, 1.0), views[-1].maps
     flow = flow - torch.eye(flow.shape[1]).to(flow)
     prefix = maps.prefix_tokens
-    rows = flow[:, : 1 if prefix else None, prefix:]
+    read = slice(1) if reads_class_token(model) else slice(prefix, None)
+    rows = flow[:, read, prefix:]
     return rows.mean(dim=1).unflatten(1, maps.key_grid)
 
 
@@ -95,10 +99,11 @@ def _flow(views: Iterable[LayerView], step: Callable[[LayerView], Tensor], kept:
         batch, _, queries, keys = maps.mixed.shape
         flow = maps.mixed.new_zeros(batch, 0, 0) if flow is None else flow
         new = queries - flow.shape[1]
-        if queries != keys or new < 0:
+        mixed = isinstance(view.module, ConvolutionalAttention) or ".attns." in view.name  # timm's
+        if mixed or queries != keys or new < 0:
             raise UserError(
-                f"{view.name} has {queries} queries and {keys} keys; attention is followed through "
-                f"layers with one grid only: DeiT, ConViT and timm's ViT"
+                f"attention is not followed through {view.name} ({queries} queries, {keys} keys), "
+                f"but through layers in sequence with one grid only: DeiT, ConViT and timm's ViT"
             )
         flow = F.pad(flow, (new, 0, new, 0))
         flow.diagonal(dim1=1, dim2=2)[:, :new] = 1  # tokens that join here
@@ -115,7 +120,12 @@ def head_costs(
         model: a `locality` model, or a timm ViT.
         images, labels: (n, C, H, W) normalised, and their classes (n,).
         batch_size: images per batch.
+
+    Raises:
+        UserError: without images.
     """
+    if not len(images):
+        raise UserError("the cost of heads needs images, and there are none")
 
     def accuracy() -> float:
         batches = zip(images.split(batch_size), labels.split(batch_size), strict=True)

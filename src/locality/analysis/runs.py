@@ -7,18 +7,24 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise, product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from locality.analysis.baselines import below, read_baselines
-from locality.analysis.statistics import Estimate, estimate, paired_difference
+from locality.analysis.statistics import Estimate, estimate
 from locality.data.sources import recorded_files
 from locality.errors import UserError, some
 from locality.models.variants import FAMILY_NAMES, VARIANTS
 from locality.runs import Run, run_folders
 from locality.training.config import identity
 
+ALONE = "seeds alone"
 _MAX_SETTINGS = 3  # in the label of a group
 
 
@@ -76,29 +82,54 @@ class RunGroup:
         return f"{self.label}, {percent(fraction)} of the images"
 
     def at(self, fraction: float) -> list[Run]:
-        """Runs on this fraction of the training images, sorted by seed and fold."""
+        """Runs on this fraction of the training images, sorted by seed, split and fold."""
         chosen = [run for run in self.runs if run.fraction == fraction]
         return sorted(chosen, key=lambda run: run.repeat)
 
     @property
     def shared(self) -> float:
-        """Images per fold / training images, see `estimate`; 0 unless runs differ by fold."""
-        first, *others = [run.repeat[1:] for run in self.runs]
-        return 1 / (first[1] - 1) if first and any(fold != first for fold in others) else 0.0
+        """Test / training images, see `estimate`; 0 unless runs differ by split or fold."""
+        if over(self.runs) not in ("folds", "splits"):
+            return 0.0
+        first = self.runs[0]
+        return float(first.fraction * first.result["val_images"] / first.result["train_images"])
 
     def top1(self, fraction: float) -> dict[tuple[int, ...], float]:
-        """Final top-1 accuracy in per cent, by seed and fold."""
+        """Final top-1 accuracy in per cent, by seed, split and fold."""
         return {run.repeat: float(run.result["top1"]) for run in self.at(fraction)}
 
-    def over_runs(self, fraction: float, name: str = "top1") -> Estimate:
-        """Estimate of a number in `result.json`."""
-        return estimate([float(run.result[name]) for run in self.at(fraction)], self.shared)
+    def over_runs(self, fraction: float) -> Estimate:
+        """Estimate of the final top-1 accuracy in per cent, over what `over` says."""
+        return estimate(_accuracies(self.at(fraction)), self.shared)
+
+    def mean(self, fraction: float, name: str) -> float:
+        """Mean over runs of a number in `result.json`."""
+        return fmean(run.result[name] for run in self.at(fraction))
 
     def below(self, fraction: float, baselines: Mapping[str, Estimate]) -> str:
         """The baselines above the accuracy on this fraction; see `baselines.below`."""
         means = {name: baseline.mean for name, baseline in baselines.items()}
         passes = fewest_passes(self.at(fraction))
         return below(self.label_at(fraction), self.over_runs(fraction).mean, means, passes)
+
+
+def over(runs: Sequence[Run]) -> str:
+    """What an interval of these runs is over, which is also what differs between them.
+
+    "folds" or "splits" of the images; "seeds and images" if all have predicted the same images; or
+    "seeds alone" if some have recorded no predictions.
+    """
+    if len({run.repeat[1:] for run in runs}) > 1:
+        return "folds" if len(runs[0].repeat) > 2 else "splits"
+    counts = {None if run.right is None else len(run.right) for run in runs}
+    return "seeds and images" if len(counts) == 1 and None not in counts else ALONE
+
+
+def _accuracies(runs: Sequence[Run]) -> npt.NDArray[np.floating]:
+    """Top-1 in per cent by run, (n, 1); by run and image, (n, images), if both are repeated."""
+    if over(runs) == "seeds and images":
+        return 100.0 * np.array([run.right for run in runs])
+    return np.array([[float(run.result["top1"])] for run in runs])
 
 
 def fewest_passes(runs: Iterable[Run]) -> float:
@@ -110,7 +141,7 @@ def group(runs: Sequence[Run]) -> list[RunGroup]:
     """Sort runs into groups: ConViT first, then DeiT, then others in order of appearance.
 
     Raises:
-        UserError: two runs of a group have the same fraction, seed and fold.
+        UserError: two runs of a group have the same fraction, seed, split and fold.
     """
     groups: dict[str, list[Run]] = {}
     seen: dict[Any, Run] = {}
@@ -154,7 +185,7 @@ def check_same_images(runs: Iterable[Run]) -> None:
 
 
 def baselines_at(groups: Sequence[RunGroup], fraction: float) -> dict[str, Estimate]:
-    """Baseline accuracies for runs on a fraction, by name, over seeds and folds.
+    """Baseline accuracies for runs on a fraction, by name, over seeds, splits and folds.
 
     Without an interval if all have the same value.
     """
@@ -218,16 +249,28 @@ class BaselinePair:
         """Number of training images of each run."""
         return int(self.runs[0][0].result["train_images"])
 
-    @property
+    @cached_property
+    def over(self) -> str:
+        """What the interval of the difference is over."""
+        return over([run for runs in self.runs for run in runs])
+
+    @cached_property
     def sides(self) -> list[tuple[RunGroup, Estimate]]:
         """Each group with its accuracy over seeds, in per cent."""
         return [(one, one.over_runs(self.fraction)) for one in (self.first, self.second)]
 
-    @property
+    @cached_property
     def difference(self) -> Estimate | None:
-        """first − second, paired by seed and fold; None without a common one."""
-        first, second = (one.top1(self.fraction) for one in (self.first, self.second))
-        return paired_difference(first, second, self.first.shared)
+        """first − second, paired by seed, split, fold and image; None without a common run.
+
+        What affects both (split, order, hard images) cancels.
+        """
+        first, second = ({run.repeat: run for run in runs} for runs in self.runs)
+        both = sorted(first.keys() & second.keys())
+        if not both:
+            return None
+        found = _accuracies([runs[repeat] for runs in (first, second) for repeat in both])
+        return estimate(found[: len(both)] - found[len(both) :], self.first.shared)
 
     def other_changed_settings(self) -> list[str]:
         """Settings outside `model` in which runs of the same seed differ, by dotted name."""

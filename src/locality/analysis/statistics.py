@@ -27,7 +27,8 @@ class Estimate:
 
     Attributes:
         mean: mean of the values.
-        half_width: the 95% interval is mean ± half_width; None for a single run.
+        half_width: the 95% interval is mean ± half_width; None for a single run, and 0, which is
+            no interval either, if all values are equal.
         n: number of runs.
         df: degrees of freedom; n − 1 by default.
     """
@@ -64,8 +65,8 @@ class Estimate:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether an interval exists and excludes zero."""
-        return self.half_width is not None and abs(self.mean) > self.half_width
+        """Whether the p-value of zero is below 5%."""
+        return self.p_value() < 0.05
 
 
 def estimate(values: npt.ArrayLike, shared: float = 0.0, images: float = 0.0) -> Estimate:
@@ -153,24 +154,6 @@ def proportion_interval(share: float, count: int) -> tuple[float, float]:
     """Wilson's 95% interval of a share that was seen in `count` independent trials."""
     found = binomtest(round(share * count), count).proportion_ci(method="wilson")
     return float(found.low), float(found.high)
-
-
-def paired_difference(
-    first: Mapping[Any, float], second: Mapping[Any, float], shared: float = 0.0
-) -> Estimate | None:
-    """first − second, paired by seed, so that a seed's effect on both (split, order) cancels.
-
-    Args:
-        first, second: seed → value; seeds in only one of them are ignored.
-        shared: see `estimate`.
-
-    Returns:
-        the estimate of the mean difference, or None without a common seed.
-    """
-    seeds = sorted(first.keys() & second.keys())
-    if not seeds:
-        return None
-    return estimate([first[seed] - second[seed] for seed in seeds], shared)
 
 
 def holm(p_values: Sequence[float], level: float = 0.05) -> list[bool]:

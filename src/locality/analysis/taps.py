@@ -95,6 +95,11 @@ def _is_attention(module: nn.Module) -> bool:
     return hasattr(module, "attention_maps") or isinstance(module, _TIMM)
 
 
+def reads_class_token(model: nn.Module) -> bool:
+    """Whether the classifier of a `locality` or timm model reads the class token alone."""
+    return any(getattr(module, "global_pool", None) == "token" for module in model.modules())
+
+
 def _called(model: nn.Module) -> str:
     return getattr(model, "variant", None) or type(model).__name__
 

@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from locality.analysis.baselines import unsized
 from locality.analysis.measures import nonlocality_unit
-from locality.analysis.runs import RunGroup, baselines_at
-from locality.analysis.runs import percent as percent
+from locality.analysis.runs import RunGroup, baselines_at, percent
 from locality.analysis.statistics import Estimate, estimate, mean_curve
 from locality.figures.style import CONVIT, FAINT, INK, family_colour, family_style, settings
 from locality.runs import Run
@@ -33,14 +33,10 @@ def chart(draw: Callable[..., bool | None], *content: Any) -> Figure | None:
     return None if drawn is False else figure
 
 
-def draw_accuracy(
-    axes: Axes,
-    groups: Sequence[RunGroup],
-    accuracy: Callable[[RunGroup, float], Estimate] = RunGroup.over_runs,
-) -> None:
+def draw_accuracy(axes: Axes, groups: Sequence[RunGroup]) -> None:
     """Final accuracy (mean, interval, seeds) by fraction of the training images.
 
-    By model if all runs have the same fraction. `accuracy` gives means and intervals.
+    By model if all runs have the same fraction.
     """
     fractions = sorted({fraction for one in groups for fraction in one.fractions})
     looks = _group_styles(groups)
@@ -48,7 +44,7 @@ def draw_accuracy(
     if len(fractions) == 1:
         axes.figure.set_size_inches(PANEL[0], max(PANEL[1], 0.9 + 0.4 * len(groups)))  # type: ignore[union-attr]
         for number, (one, look) in enumerate(zip(groups, looks, strict=True)):
-            mean = accuracy(one, fractions[0])
+            mean = one.over_runs(fractions[0])
             _draw_seeds(axes, one, fractions[0], mean, number, 0.2, look, across=True)
         axes.set_yticks(range(len(groups)), [fill(one.label, 30) for one in groups], fontsize=8)
         axes.set_ylim(len(groups) - 0.5, -0.5)
@@ -62,7 +58,7 @@ def draw_accuracy(
         for fraction in one.fractions:
             label = one.label if fraction == one.fractions[0] else None
             position = fractions.index(fraction) + shift
-            mean = accuracy(one, fraction)
+            mean = one.over_runs(fraction)
             _draw_seeds(axes, one, fraction, mean, position, step * 0.22, look, label)
     axes.set_xticks(range(len(fractions)), [percent(fraction) for fraction in fractions])
     axes.set_xlim(-0.6, len(fractions) - 0.4)
@@ -79,9 +75,9 @@ def _draw_baselines(axes: Axes, groups: Sequence[RunGroup], fractions: Sequence[
     """Grey lines at the baselines' accuracy on each fraction, without chance."""
     for position, fraction in enumerate(fractions):
         for name, accuracy in baselines_at(groups, fraction).items():
-            if name not in _BASELINE_STYLES:
+            if (dashes := _BASELINE_STYLES.get(unsized(name))) is None:
                 continue
-            style: dict[str, Any] = {"color": "0.55", "linestyle": _BASELINE_STYLES[name]}
+            style: dict[str, Any] = {"color": "0.55", "linestyle": dashes}
             style |= {"linewidth": 1.2, "label": None if position else name, "zorder": 1}
             if len(fractions) == 1:
                 axes.axvline(accuracy.mean, **style)
@@ -145,7 +141,9 @@ def draw_learning(axes: Axes, groups: Sequence[RunGroup], fraction: float) -> No
         for curve in curves:
             axes.plot(*curve.T, color=look["color"], linewidth=0.8, alpha=0.35)
         if curves:
-            mean = mean_curve([{"x": steps, "y": top1} for steps, top1 in (c.T for c in curves)])
+            # Runs of a given time end at different steps, and all of them at their end.
+            end = float(np.mean([curve[-1, 0] for curve in curves]))
+            mean = mean_curve([{"x": [*c[:-1, 0], end], "y": c[:, 1].tolist()} for c in curves])
             # 0.15 would omit the only marker of a single evaluation.
             every = 0.15 if len(mean["x"]) > 1 else 1
             look |= {"linewidth": 2.2, "markevery": every}

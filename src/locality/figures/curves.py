@@ -1,6 +1,6 @@
 """Curves over training, from measurements of snapshots."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import matplotlib
@@ -24,12 +24,17 @@ def draw_panel(axes: Axes, panel: Record) -> None:
         panel: `title`, `x_label`, `y_label`, optionally `y_range`, and `series`, each with `label`,
             `colour` (see `resolve_colour`), `dashed`, `band`, `x`, `mean` and `half_width`.
     """
-    axes.set_title(panel["title"])
+    draw_series(axes, panel, draw_line)
+    label_axes(axes, panel["x_label"], panel["y_label"])
+
+
+def draw_series(axes: Axes, panel: Record, draw: Callable[[Axes, Record], None]) -> None:
+    """A panel's title, labels and y range, and its series by `draw`."""
+    axes.set(title=panel["title"], xlabel=panel["x_label"], ylabel=panel["y_label"])
     for series in panel["series"]:
-        draw_line(axes, series)
+        draw(axes, series)
     if "y_range" in panel:
         axes.set_ylim(*panel["y_range"])
-    label_axes(axes, panel["x_label"], panel["y_label"])
 
 
 def draw_line(axes: Axes, series: Record) -> None:
@@ -63,7 +68,7 @@ def resolve_colour(name: str) -> str:
 
 def nonlocality_panels(measured: Sequence[tuple[str, Sequence[Record]]]) -> list[Record]:
     """One panel per group of runs (Figs. 5, 10, 13): a line per layer, dark to bright, and uniform
-    attention, in `nonlocality_unit`.
+    attention, in `nonlocality_unit`. Panels of the same unit share a y axis.
 
     Args:
         measured: label and one `analysis.recording.measure_trajectory` per seed of each group.
@@ -80,8 +85,11 @@ def nonlocality_panels(measured: Sequence[tuple[str, Sequence[Record]]]) -> list
         line = _line("uniform attention", "", seeds, even, dashed=True, band=False)
         panel["series"].append(line)
         panels.append(panel)
-    means = [value for panel in panels for series in panel["series"] for value in series["mean"]]
-    return [panel | {"y_range": (0, 1.05 * max(means, default=1))} for panel in panels]
+    tops: dict[str, float] = {}
+    for panel in panels:
+        means = [value for series in panel["series"] for value in series["mean"]]
+        tops[panel["y_label"]] = max([tops.get(panel["y_label"], 0.0), *means])
+    return [panel | {"y_range": (0, 1.05 * tops[panel["y_label"]])} for panel in panels]
 
 
 def gate_panels(seeds: Sequence[Record]) -> list[Record]:

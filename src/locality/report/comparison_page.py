@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from locality.analysis.baselines import ADVICE, read_baseline_pixels
 from locality.analysis.runs import (
+    ALONE,
+    BaselinePair,
     RunGroup,
     baselines_at,
     check_same_images,
     fewest_passes,
     group,
+    over,
     read_runs,
 )
-from locality.analysis.statistics import Estimate, estimate, holm
+from locality.analysis.statistics import Estimate, holm
 from locality.errors import UserError
 from locality.figures import charts
 from locality.report.page import FILTERS, format_share, join_names
@@ -37,7 +37,7 @@ class Row:
         accuracy: top-1 on all images in per cent.
         behind: the best model's accuracy less this one's, paired by run and image; None for the
             best, and without a common run.
-        significant: whether the difference is, with Holm's correction for all rows.
+        significant: whether the difference is, with Holm's correction for all pairs of rows.
     """
 
     group: RunGroup
@@ -49,29 +49,16 @@ class Row:
 def rows_of(groups: Sequence[RunGroup]) -> list[Row]:
     """The rows of the table, most accurate model first."""
     ranked = sorted(groups, key=lambda one: -one.over_runs(1.0).mean)
-    best, *others = [(one, _right(one)) for one in ranked]
-    behind = []
-    for _, right in others:
-        both = sorted(best[1].keys() & right.keys())
-        gaps = [best[1][repeat] - right[repeat] for repeat in both]
-        behind.append(estimate(gaps, best[0].shared) if gaps else None)
-    significant = holm([1.0 if gap is None else gap.p_value() for gap in behind])
-    accuracies = [_accuracy(one, 1.0) for one in ranked]
+    pairs = [BaselinePair(1.0, ranked[0], one) for one in ranked[1:]]
+    p_values = [
+        1.0 if pair.difference is None or pair.over == ALONE else pair.difference.p_value()
+        for pair in pairs
+    ]
+    # Each model could have been the best, so all n (n − 1) / 2 pairs count, not n − 1.
+    significant = holm(p_values, 0.05 * 2 / len(ranked))
+    accuracies, behind = [one.over_runs(1.0) for one in ranked], [pair.difference for pair in pairs]
     compared = zip(ranked, accuracies, [None, *behind], [False, *significant], strict=True)
     return [Row(*values) for values in compared]
-
-
-def _accuracy(one: RunGroup, fraction: float) -> Estimate:
-    """Top-1 in per cent over runs and their images."""
-    return estimate([*_right(one, fraction).values()], one.shared)
-
-
-def _right(one: RunGroup, fraction: float = 1.0) -> dict[tuple[int, ...], npt.NDArray[np.floating]]:
-    """Per run: 100 for each image predicted correctly, else 0; folds' means."""
-    right = {run.repeat: 100.0 * run.predictions().right for run in one.at(fraction)}
-    if one.shared:  # folds differ in their images
-        return {repeat: values.mean(keepdims=True) for repeat, values in right.items()}
-    return right
 
 
 def conclusion(rows: Sequence[Row]) -> str:
@@ -123,10 +110,10 @@ def build_comparison(folders: Sequence[Path], output: Path | str) -> tuple[Path,
         rows=rows,
         baselines=baselines,
         pixels=read_baseline_pixels(runs[0].path),
-        word="folds" if best.shared else "seeds",
+        over=over(best.at(1.0)),
         several=any(len(one.fractions) > 1 for one in groups),
         command=shlex.join(["locality", "predict", str(chosen.path)]),
         folder=os.path.commonpath(folders),
-        accuracy=charts.chart(charts.draw_accuracy, groups, _accuracy),
+        accuracy=charts.chart(charts.draw_accuracy, groups),
     )
     return write_page(output, html), " ".join(filter(None, [said, *remarks]))

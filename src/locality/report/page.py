@@ -21,6 +21,8 @@ from locality.analysis.runs import (
     check_same_images,
     differing_settings,
     group,
+    over,
+    percent,
     read_runs,
 )
 from locality.analysis.statistics import Estimate, proportion_interval
@@ -91,6 +93,8 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         for part in (fractions if several else [])
         if any(len(run.curve) > 1 for one in groups for run in one.at(part))
     ]
+    repeated = [one.at(part) for one in groups for part in one.fractions]
+    overs = sorted({over(group) for group in repeated if len(group) > 1})
     below = [
         said
         for one in groups
@@ -106,9 +110,10 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         "comparisons": [(each, pair_sentence(each)) for each in comparisons],
         "besides": sorted({name for each in comparisons for name in each.other_changed_settings()}),
         "groups": groups,
-        "several_seeds": any(len(one.at(part)) > 1 for one in groups for part in one.fractions),
-        "folds": any(one.shared for one in groups),
+        "over": join_names(overs, "or"),
+        "word": (overs[0] if overs else "seeds").split()[0],
         "families": {one.family for one in groups if any(run.measures for run in one.runs)},
+        "pretrained": any(run.config.get("weights") for run in runs),
         # Top-5 accuracy is 100% with at most five classes.
         "top5": any(len(run.classes()) > 5 for run in runs),
         "baselines": baselines,
@@ -139,7 +144,7 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
 def format_estimate(value: Estimate) -> str:
     """69.0 ± 2.1, or 69.0 without an interval."""
     mean = f"{value.mean:.1f}"
-    return mean if value.half_width is None else f"{mean} ± {value.half_width:.1f}"
+    return f"{mean} ± {value.half_width:.1f}" if value.half_width else mean
 
 
 def format_share(value: Estimate) -> str:
@@ -181,10 +186,11 @@ def pair_sentence(comparison: BaselinePair) -> str:
     )
     difference = comparison.difference
     if difference is None:
-        return f"{opening}; they share no seed, so there is no paired difference."
-    if difference.half_width is None:
-        return f"{opening}: {_points(difference.mean)} (one seed, no interval)."
-    interval = f"95% interval {format_range(difference)} over {difference.n} seeds"
+        return f"{opening}; they share no seed and split, so there is no paired difference."
+    if not difference.half_width:
+        why = "one run each" if difference.n == 1 else f"the same in {difference.n} runs"
+        return f"{opening}: {_points(difference.mean)} ({why}, no interval)."
+    interval = f"95% interval {format_range(difference)} over {difference.n} {comparison.over}"
     if difference.excludes_zero:
         return f"{opening}: {_points(difference.mean)} ({interval})."
     return f"{opening}; the difference is not significant ({interval})."
@@ -429,7 +435,7 @@ def _thumbnail(file: Path, run: Run) -> str | None:
 FILTERS: dict[str, Any] = {
     "breakable": breakable,
     "names": join_names,
-    "percent": charts.percent,
+    "percent": percent,
     "difference": format_estimate,
     "interval": format_share,
     "minus": minus,
