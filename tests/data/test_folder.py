@@ -163,7 +163,10 @@ def test_what_systems_leave_is_passed_over(train_val, image_file):
             image_file(train_val / "a.png").rename(train_val / place / name)
     splits = folder(train_val)
     assert (splits.classes, len(splits.train)) == (["ant", "bee", "cat"], 18)
-    assert len(list(image_files([str(train_val / "train" / "ant")]))) == 6
+    (train_val / "empty").mkdir()
+    places = [str(train_val / "empty"), str(train_val / "train" / "ant")]
+    assert len(list(image_files(places))) == 6  # and a warning
+    (train_val / "empty").rmdir()
     # Images in the folder hide none of those below it.
     image_file(train_val / "cover.png")
     assert len(list(image_files([str(train_val)]))) == 25

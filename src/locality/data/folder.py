@@ -312,19 +312,31 @@ def image_files(paths: Iterable[str]) -> Iterator[Path]:
     """The image files in paths of files and folders, sorted within a folder.
 
     A folder stands for all images in it and its subfolders.
+
+    Raises:
+        FileNotFoundError: a path does not exist.
+        UserError: no folder has images, and no file is given.
     """
+    empty, found = list[str](), 0
     for path in map(Path, paths):
         if path.is_dir():
             listing = Listing(path)
             inside = list(_images(path, "", set(), listing))
+            found += len(inside)
             if not inside:
-                raise UserError(f"no images in the folder {path}{left_out(listing.ignored)}")
+                empty.append(f"no images in the folder {path}{left_out(listing.ignored)}")
+                continue
             listing.log_ignored(len(inside))
             yield from sorted(path / name for name in inside)
         elif path.exists():
+            found += 1
             yield path
         else:
             raise missing(path)
+    if not found:
+        raise UserError("; ".join(empty) or "no images are given")
+    for sentence in empty:
+        _log.warning("%s", sentence)
 
 
 def read_image(file: Path, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
