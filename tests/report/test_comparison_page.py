@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from locality.analysis.runs import baseline_pairs, group, read_runs
+from locality.analysis.runs import BaselinePair, baseline_pairs, group, read_runs
 from locality.analysis.statistics import estimate
 from locality.errors import UserError
 from locality.figures import charts
@@ -64,6 +64,9 @@ def test_differences_are_paired_by_run_and_image(compared):
     assert (row.behind.mean, row.behind.half_width) == (expected.mean, expected.half_width)
     assert row.behind.mean == pytest.approx(first.over_runs(1).mean - second.over_runs(1).mean)
     assert best.accuracy == estimate(right[0])
+    alone = estimate(np.subtract(*right).mean(axis=1))
+    pair = BaselinePair(1.0, first, second)
+    assert pair.p_value == pytest.approx(max(expected.p_value(), alone.p_value()))
 
 
 def test_the_sentence_claims_no_more_than_the_numbers(compared):

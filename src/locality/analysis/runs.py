@@ -272,6 +272,20 @@ class BaselinePair:
         found = _accuracies([runs[repeat] for runs in (first, second) for repeat in both])
         return estimate(found[: len(both)] - found[len(both) :], self.first.shared)
 
+    @property
+    def p_value(self) -> float:
+        """Of no difference; 1 without a common run, or if predictions were not recorded.
+
+        The larger of that of `difference` and that over the runs' means alone. With three seeds the
+        first is too small for corrected tests: of four equal models, 7% of comparisons claimed one
+        to be better, and 2% with both.
+        """
+        if self.difference is None or self.over == ALONE:
+            return 1.0
+        first, second = ({run.repeat: float(run.result["top1"]) for run in x} for x in self.runs)
+        means = [first[repeat] - second[repeat] for repeat in first.keys() & second.keys()]
+        return max(self.difference.p_value(), estimate(means, self.first.shared).p_value())
+
     def other_changed_settings(self) -> list[str]:
         """Settings outside `model` in which runs of the same seed differ, by dotted name."""
         first, second = (

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from locality.analysis.baselines import ADVICE, read_baseline_pixels
 from locality.analysis.runs import (
-    ALONE,
     BaselinePair,
     RunGroup,
     baselines_at,
@@ -50,12 +49,8 @@ def rows_of(groups: Sequence[RunGroup]) -> list[Row]:
     """The rows of the table, most accurate model first."""
     ranked = sorted(groups, key=lambda one: -one.over_runs(1.0).mean)
     pairs = [BaselinePair(1.0, ranked[0], one) for one in ranked[1:]]
-    p_values = [
-        1.0 if pair.difference is None or pair.over == ALONE else pair.difference.p_value()
-        for pair in pairs
-    ]
     # Each model could have been the best, so all n (n − 1) / 2 pairs count, not n − 1.
-    significant = holm(p_values, 0.05 * 2 / len(ranked))
+    significant = holm([pair.p_value for pair in pairs], 0.05 * 2 / len(ranked))
     accuracies, behind = [one.over_runs(1.0) for one in ranked], [pair.difference for pair in pairs]
     compared = zip(ranked, accuracies, [None, *behind], [False, *significant], strict=True)
     return [Row(*values) for values in compared]
