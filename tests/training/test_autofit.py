@@ -11,7 +11,7 @@ from locality.layers.grid import projected_grid
 from locality.machine import idle_processors
 from locality.models import list_models
 from locality.runs import Run
-from locality.settings import replace
+from locality.settings import replace, to_yaml
 from locality.training.autofit import SIZES, image_size, sized
 from locality.training.config import RunConfig, read_config
 from locality.training.evaluation import evaluate_run
@@ -114,10 +114,15 @@ def test_fine_tuning_takes_architecture_and_preparation_from_the_weights(tmp_pat
     asked = given(root, weights=str(donor))  # `train photos/ --from donor` is `finetune`
     assert chosen("photos", asked) == chosen("finetune", asked)
     # A dataset by name has its own images, and the weights' model, too.
-    named = prepare("finetune", {"data.dataset": "digits", "weights": str(donor)}).config
+    digits = {"data.dataset": "digits", "weights": str(donor)}
+    named = prepare("finetune", digits).config
     assert (named.model, named.input.crop_mode) == (config.model, "squash")
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun/config.yaml").write_text(to_yaml(named))
     larger = chosen("finetune", given(root) | settings | {"model.img_size": 16})[0]
     assert larger.model.img_size == 16
+    donor.rename(tmp_path / "gone")  # a run that has begun needs its weights no more
+    assert prepare("finetune", digits, tmp_path / "begun").config == named
 
 
 @pytest.mark.slow

@@ -33,7 +33,6 @@ from locality.runs import Run
 from locality.training.config import RunConfig, read_config
 from locality.training.devices import resolve_accelerator
 from locality.training.evaluation import PredictionCollector, evaluate_run
-from locality.training.folder_checks import check_images
 from locality.training.model import initial_model, load_run, open_run_data
 from locality.training.optim import make_plan
 
@@ -68,15 +67,18 @@ def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
         the content of `measures.json`.
 
     Raises:
-        UserError: `folder` is not a run folder, or the run has not finished.
+        UserError: `folder` is not a run folder, the run has not finished, or its images have
+            changed.
     """
     run = Run(folder)
     if run.read_result() is None:
         raise UserError(f"the run in {folder} has not finished: it has no result.json")
     model, config = load_run(folder)
     splits = open_run_data(folder)
-    found = ImageFingerprint.of(splits)
-    check_images(run, config.data, found, run.result.get("images", found.fingerprint))
+    images_now = ImageFingerprint.of(splits)
+    if run.images_file.exists() and not images_now.is_of(run.images_file):
+        changes = images_now.differences(run.images_file)
+        raise UserError(f"its images have changed ({changes}); restore them")
     preprocessing = config.input.at(model.img_size)
     if int(run.result["steps"]):
         save_pictures(augmented(config, splits, pictures), run.path / AUGMENTED)

@@ -253,6 +253,8 @@ def prepare(
     if name not in CUSTOM_DATA_RECIPES or given.get("data.root") is None:
         weights, own = given.get("weights"), DATASETS.get(given.get("data.dataset", ""))
         if name == "finetune" and weights and own and not own.needs_root:
+            if output is not None and is_run_folder(output):  # its weights may be gone
+                return resumed(Path(output), given, check)
             from locality.training.model import settings_from_weights
 
             given = settings_from_weights(weights, given.get("entry"), model) | dict(given)

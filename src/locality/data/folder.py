@@ -352,8 +352,8 @@ def check_root(config: DataConfig) -> None:
     for setting in ("image_column", "label_column"):
         if getattr(config, setting) is not None and name not in ("table", "arrow"):
             raise UserError(
-                f"data.{setting} is for tables, and {config.root or name} is none; leave it out, "
-                f"or give the table as data.root"
+                f"data.{setting} is for tables, and {config.root or name} is none; leave it out "
+                f"(--data.{setting} null), or give the table as data.root"
             )
     if config.root is None:
         if info.needs_root:

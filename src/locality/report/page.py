@@ -14,6 +14,7 @@ from locality.analysis import recording
 from locality.analysis.baselines import ADVICE
 from locality.analysis.pictures import LayerPicture, Pictures, load_pictures
 from locality.analysis.runs import (
+    ALONE,
     BaselinePair,
     RunGroup,
     baseline_pairs,
@@ -191,9 +192,10 @@ def pair_sentence(comparison: BaselinePair) -> str:
         why = "one run each" if difference.n == 1 else f"the same in {difference.n} runs"
         return f"{opening}: {_points(difference.mean)} ({why}, no interval)."
     interval = f"95% interval {format_range(difference)} over {difference.n} {comparison.over}"
-    if difference.excludes_zero:
+    if (difference.excludes_zero and comparison.over == ALONE) or comparison.p_value < 0.05:
         return f"{opening}: {_points(difference.mean)} ({interval})."
-    return f"{opening}; the difference is not significant ({interval})."
+    alone = "; over seeds alone it includes 0" * difference.excludes_zero
+    return f"{opening}; the difference is not significant ({interval}{alone})."
 
 
 def _points(difference: float) -> str:

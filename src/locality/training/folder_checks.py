@@ -10,7 +10,7 @@ from pathlib import Path
 
 from locality.checkpoints.registry import detect_kind
 from locality.data.config import DataConfig
-from locality.data.sources import DataSplits, ImageFingerprint
+from locality.data.sources import DataSplits, FileSource, ImageFingerprint
 from locality.errors import UserError, some, wrap_errors
 from locality.runs import Run, check_outside_runs, is_run_folder
 from locality.settings import differences
@@ -162,9 +162,16 @@ def check_images(
     return [changed]
 
 
-def learnt_note(run: Run, splits: DataSplits) -> str:
-    """A sentence if the run was trained on some of these validation images; "" for its own."""
-    images = ImageFingerprint.of(splits)
+def learnt_note(run: Run, splits: DataSplits, images: ImageFingerprint | None = None) -> str:
+    """A sentence if a run was trained on some of these validation images; "" for its own.
+
+    Only for files of one image. `images` is their fingerprint, if known.
+    """
+    files = isinstance(getattr(splits.val, "source", splits.val), FileSource)
+    if not files or not run.images_file.exists():
+        return ""
+    images = images or ImageFingerprint.of(splits)
     own = (run.read_result() or {}).get("images") == images.fingerprint
-    count = 0 if own or not run.images_file.exists() else images.learnt(run.images_file)
-    return f"{run.path} was trained on {count:,} of these {len(splits.val):,} images" * bool(count)
+    count = 0 if own else images.learnt(run.images_file)
+    validation = f"these {len(splits.val):,} validation images"
+    return f"{run.path} was trained on {count:,} of {validation}" * bool(count)

@@ -22,7 +22,7 @@ from locality.runs import Run, is_run_folder
 from locality.settings import replace
 from locality.training import devices
 from locality.training.config import RunConfig
-from locality.training.folder_checks import check_places
+from locality.training.folder_checks import check_places, learnt_note
 from locality.training.model import initialize_model, meta_model, saved_activations
 from locality.training.optim import UNDECIDED, check_optimizer, create_optimizer, make_plan
 from locality.training.probe import Probe, check_probe, probe_run
@@ -158,7 +158,10 @@ class Job:
             return
         if self.config.weights is not None:
             _ = self.starting_model
-            self._check_learnt(Path(self.config.weights))
+            run = Run(self.config.weights)
+            if said := is_run_folder(run.path) and learnt_note(run, self.splits, self.images):
+                advice = "give validation images a folder of their own, val/"
+                self.notes.append(f"{said}, so accuracy is too high; {advice}")
         data, train = self.config.data, self.splits.train
         notes, val = list[str](), list[Examined]()
         if data.on_bad(training=False) == "error":
@@ -171,21 +174,14 @@ class Job:
                 notes.append(mirror_classes(examined, train.labels, self.splits.classes))
         self.notes += filter(None, notes)
 
-    def _check_learnt(self, start: Path) -> None:
-        """Note validation images that the run of the initial weights was trained on."""
-        table = Run(start).images_file
-        if is_run_folder(start) and table.exists() and (count := self.images.learnt(table)):
-            self.notes.append(
-                f"{start} was trained on {count:,} of these {len(self.splits.val):,} validation "
-                f"images, so accuracy is too high; give validation images a folder of their own, "
-                f"val/"
-            )
-
     def fit_probe(self, quiet: bool) -> Probe:
         """The linear probe of the run's model; it chooses among `sizes`."""
         if self.probe is None:
             if self.sizes:  # nothing is checked yet, and this takes minutes
-                Job(self.config, self.folder.path, self.splits).open().check_start()
+                smallest = replace(self.config, {"model.img_size": self.sizes[0]})
+                early = Job(smallest, self.folder.path, self.splits).open()
+                if self.config.data.on_bad(training=False) == "error":
+                    verify(self.splits.val, early.least)
             log = None if quiet or not self.sizes else partial(print, "locality:", file=sys.stderr)
             with doing("passing the images through the frozen network", quiet):
                 size, self.probe = probe_run(self.config, self.splits, self.sizes, log)
