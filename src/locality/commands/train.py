@@ -251,15 +251,7 @@ def prepare(
     """
     model = {key[6:]: value for key, value in given.items() if key.startswith("model.")}
     if name not in CUSTOM_DATA_RECIPES or given.get("data.root") is None:
-        weights, own = given.get("weights"), DATASETS.get(given.get("data.dataset", ""))
-        if name == "finetune" and weights and own and not own.needs_root:
-            if output is not None and is_run_folder(output):  # its weights may be gone
-                return resumed(Path(output), given, check)
-            from locality.training.model import settings_from_weights
-
-            given = settings_from_weights(weights, given.get("entry"), model) | dict(given)
-        config = recipe(name, given)
-        return _job(config, Path(output or default_folder(config)), check)
+        return _on_named_data(name, given, model, output, check)
     given, command = converted(given), name
     if given.get("weights") == SCRATCH:
         given["weights"], name = None, "photos"
@@ -303,6 +295,25 @@ def prepare(
     if config.optim.probes and length == "schedule.minutes" and "img_size" not in model:
         job.sizes = sizes
     return job
+
+
+def _on_named_data(
+    name: str,
+    given: Mapping[str, Any],
+    model: Mapping[str, Any],
+    output: Path | str | None,
+    check: bool,
+) -> Job:
+    """The run of a recipe on its own dataset, or of `finetune` on one without a folder."""
+    weights, data = given.get("weights"), DATASETS.get(given.get("data.dataset", ""))
+    if name == "finetune" and weights and data and not data.needs_root:
+        if output is not None and is_run_folder(output):  # its weights may be gone
+            return resumed(Path(output), given, check)
+        from locality.training.model import settings_from_weights
+
+        given = settings_from_weights(weights, given.get("entry"), model) | dict(given)
+    config = recipe(name, given)
+    return _job(config, Path(output or default_folder(config)), check)
 
 
 def resumed(run: Path, given: Mapping[str, Any], check: bool = False) -> Job:
