@@ -144,8 +144,7 @@ def draw_learning(axes: Axes, groups: Sequence[RunGroup], fraction: float) -> No
             # Runs of a given time end at different steps, and all of them at their end.
             end = float(np.mean([curve[-1, 0] for curve in curves]))
             mean = mean_curve([{"x": [*c[:-1, 0], end], "y": c[:, 1].tolist()} for c in curves])
-            # 0.15 would omit the only marker of a single evaluation.
-            every = 0.15 if len(mean["x"]) > 1 else 1
+            every = 0.15 if len(mean["x"]) > 9 else 1  # 0.15 may omit a marker at the end
             look |= {"linewidth": 2.2, "markevery": every}
             axes.plot(mean["x"], mean["mean"], label=one.label, **look)
     _title_subset(axes, groups, fraction)
