@@ -101,6 +101,11 @@ def _last_attention(model: Any) -> tuple[Any, Any]:
     return model.stages[-1].blocks[0].attn, model.config.grids(model.img_size)[-1]
 
 
+def _counted(config: Any, field: str) -> float:
+    """`parameters` or `macs` of a model for ImageNet."""
+    return float(getattr(cost(config, 1000), field))
+
+
 @experiment("cvt/figure-3", "Linear, convolutional and squeezed projection")
 def figure_3(t: Experiment, s: Scale) -> None:
     """Drawn from CvT-13; independent of the scale."""
@@ -111,10 +116,13 @@ def figure_3(t: Experiment, s: Scale) -> None:
         "(c) squeezed": {},
     }
     linear, convolutional, _ = projections
-    for n, (column, what) in enumerate([("parameters", "parameters"), ("flops", "MACs")]):
+    for column, what, field in (
+        ("parameters", "parameters", "parameters"),
+        ("flops", "MACs", "macs"),
+    ):
         for row in (linear, convolutional):
             config = named("cvt_13", **projections[row])
-            t.fixed(row, column, partial(lambda config, n: cost(config, 1000)[n], config, n))
+            t.fixed(row, column, partial(_counted, config, field))
         text = f"Does convolutional projection add a negligible part of {what} (below 1%)?"
         effect = partial(_added, convolutional, linear, column)
         t.ask(text, effect, where="§3.2.2", unit="%", threshold=1.0, side=-1)

@@ -24,7 +24,7 @@ from locality.analysis.pictures import (
 )
 from locality.data import DataSplits, train_loader
 from locality.data.config import InputConfig
-from locality.data.sources import ImageFingerprint
+from locality.data.sources import ImageFingerprint, has_files
 from locality.errors import UserError, one_line
 from locality.files import read_shaped, write_atomic
 from locality.machine import arithmetic_threads, spare_threads
@@ -75,9 +75,8 @@ def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
         raise UserError(f"the run in {folder} has not finished: it has no result.json")
     model, config = load_run(folder)
     splits = open_run_data(folder)
-    images_now = ImageFingerprint.of(splits)
-    if run.images_file.exists() and not images_now.is_of(run.images_file):
-        changes = images_now.differences(run.images_file)
+    if run.images_file.exists() and not has_files(run.images_file, splits):
+        changes = ImageFingerprint.of(splits).differences(run.images_file)
         raise UserError(f"its images have changed ({changes}); restore them")
     preprocessing = config.input.at(model.img_size)
     if int(run.result["steps"]):

@@ -282,7 +282,7 @@ class BaselinePair:
         """
         if self.difference is None or self.over == ALONE:
             return 1.0
-        first, second = ({run.repeat: float(run.result["top1"]) for run in x} for x in self.runs)
+        first, second = (one.top1(self.fraction) for one in (self.first, self.second))
         means = [first[repeat] - second[repeat] for repeat in first.keys() & second.keys()]
         return max(self.difference.p_value(), estimate(means, self.first.shared).p_value())
 

@@ -429,15 +429,6 @@ class ImageFingerprint:
         digests = "-".join(digest.hexdigest()[:_DIGITS] for digest in (labels, files))
         return cls(digests, gzip.compress(table, 1, mtime=0))
 
-    def is_of(self, before: Path) -> bool:
-        """Whether the table in `before` has the same files, by split, name and size.
-
-        Copies of many files have other times.
-        """
-        old, new = _read_table(before), _parse_table(gzip.decompress(self.table))
-        sizes = [{name: of[name].partition("\t")[0] for name in of} for of in (old, new)]
-        return sizes[0] == sizes[1]
-
     def differences(self, before: Path) -> str:
         """The files that changed, are gone or are new since the table in `before`, in words."""
         old, new = _read_table(before), _parse_table(gzip.decompress(self.table))
@@ -465,12 +456,17 @@ class ImageFingerprint:
         )
 
 
-def _table(splits: DataSplits) -> str:
-    files = [
+def _files(splits: DataSplits) -> list[tuple[str, str]]:
+    """Names, with their split, and paths of all files, in order of use."""
+    return [
         (f"{part}/{name}", path)
         for part, source in (("train", splits.train), ("val", splits.val))
         for name, path in source.files(np.arange(len(source)))
     ]
+
+
+def _table(splits: DataSplits) -> str:
+    files = _files(splits)
     status = list(in_threads(_status, (path for _, path in files)))
     stamps: Iterable[str] = (f"{seconds}" for _, seconds in status)
     if sum(_OPENING_BYTES + size for size, _ in status) <= CONTENT_BYTES:
@@ -496,6 +492,14 @@ def _content(path: str) -> str:
             return hashlib.file_digest(file, "sha1").hexdigest()[:_DIGITS]
     except (OSError, UserError):
         return "-"
+
+
+def has_files(table: Path, splits: DataSplits) -> bool:
+    """Whether a run's record is of these files, by split, name and size; none is opened."""
+    files = _files(splits)
+    status = in_threads(_status, (path for _, path in files))
+    now = {repr(name)[1:-1]: f"{size}" for (name, _), (size, _) in zip(files, status, strict=True)}
+    return now == {name: of.partition("\t")[0] for name, of in _read_table(table).items()}
 
 
 def recorded_files(table: Path) -> set[tuple[str, str]]:
